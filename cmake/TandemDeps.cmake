@@ -1,0 +1,59 @@
+find_package(Threads REQUIRED)
+find_package(Protobuf REQUIRED)             # before anything of LibTorch; never put torch in CMAKE_PREFIX_PATH
+if(NOT Protobuf_VERSION VERSION_EQUAL 3.21.12)
+  message(FATAL_ERROR "Protobuf ${Protobuf_VERSION} found; Debian 12's 3.21.12 is wanted")
+endif()
+find_package(gRPC CONFIG REQUIRED)
+find_package(absl CONFIG REQUIRED)
+find_package(prometheus-cpp CONFIG REQUIRED)
+find_package(SQLite3 REQUIRED)
+find_package(OpenSSL REQUIRED)
+find_package(ICU REQUIRED COMPONENTS uc)
+find_package(PkgConfig REQUIRED)
+pkg_check_modules(PCRE2 REQUIRED IMPORTED_TARGET libpcre2-8)
+find_package(nlohmann_json REQUIRED)
+find_package(GTest REQUIRED)
+
+# LibTorch: own target, no TorchConfig. include/google is left out by fetch_deps.py (protobuf 3.13 would shadow 3.21).
+set(torch_root ${TANDEM_DEPS}/torch)
+if(NOT EXISTS ${torch_root}/lib/libtorch_cpu.so)
+  message(FATAL_ERROR "No LibTorch in '${TANDEM_DEPS}': run tools/fetch_deps.py --dest DIR and pass -DTANDEM_DEPS=DIR")
+endif()
+if(EXISTS ${torch_root}/include/google)
+  message(FATAL_ERROR "${torch_root}/include/google shadows Debian's protobuf: remove it")
+endif()
+add_library(tandem_torch_sdk INTERFACE)
+add_library(tandem::torch ALIAS tandem_torch_sdk)
+target_include_directories(tandem_torch_sdk SYSTEM INTERFACE ${torch_root}/include ${torch_root}/include/torch/csrc/api/include)
+set(torch_libs ${torch_root}/lib/libtorch_cpu.so ${torch_root}/lib/libc10.so)
+if(TANDEM_CUDA)
+  list(PREPEND torch_libs ${torch_root}/lib/libtorch.so ${torch_root}/lib/libtorch_cuda.so)
+  list(APPEND torch_libs ${torch_root}/lib/libc10_cuda.so)
+  target_compile_definitions(tandem_torch_sdk INTERFACE USE_C10D_NCCL USE_DISTRIBUTED)
+  target_link_libraries(tandem_torch_sdk INTERFACE CUDA::cudart)
+endif()
+target_link_options(tandem_torch_sdk INTERFACE -Wl,--allow-shlib-undefined)
+# libtorch_cuda registers itself by static initialisers: keep it though no symbol of it may be named.
+target_link_libraries(tandem_torch_sdk INTERFACE -Wl,--no-as-needed ${torch_libs} -Wl,--as-needed Threads::Threads)
+set(CMAKE_BUILD_RPATH ${torch_root}/lib)    # torch's own RPATH finds ../../nvidia/*/lib from there
+
+if(TANDEM_CUDA)
+  set(fi ${TANDEM_DEPS}/flashinfer/data)
+  add_library(tandem_flashinfer INTERFACE)
+  add_library(tandem::flashinfer ALIAS tandem_flashinfer)
+  # FlashInfer's own CCCL (3.3) must precede the toolkit's (3.0): nvcc searches a user's -isystem before its include/cccl.
+  target_include_directories(tandem_flashinfer SYSTEM INTERFACE ${fi}/cccl/libcudacxx/include ${fi}/cccl/cub
+    ${fi}/cccl/thrust ${fi}/include ${fi}/cutlass/include)
+
+  add_library(tandem_cudnn_frontend INTERFACE)
+  add_library(tandem::cudnn_frontend ALIAS tandem_cudnn_frontend)
+  target_include_directories(tandem_cudnn_frontend SYSTEM INTERFACE ${TANDEM_DEPS}/include)
+
+  find_library(TANDEM_CUDNN cudnn HINTS ${CUDAToolkit_LIBRARY_DIR} NAMES libcudnn.so libcudnn.so.9
+               PATHS ${TANDEM_DEPS}/nvidia/cudnn/lib REQUIRED)
+  find_path(TANDEM_CUDNN_INCLUDE cudnn.h HINTS ${CUDAToolkit_INCLUDE_DIRS} ${TANDEM_DEPS}/nvidia/cudnn/include REQUIRED)
+  add_library(tandem_cudnn INTERFACE)
+  add_library(tandem::cudnn ALIAS tandem_cudnn)
+  target_include_directories(tandem_cudnn SYSTEM INTERFACE ${TANDEM_CUDNN_INCLUDE})
+  target_link_libraries(tandem_cudnn INTERFACE ${TANDEM_CUDNN})
+endif()

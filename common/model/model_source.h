@@ -1,0 +1,41 @@
+// A model on disk: a Hugging Face directory or a GGUF file. Opening reads and checks everything but the weights' values.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "common/base/status.h"
+#include "common/model/model_config.h"
+#include "common/model/tokenizer.h"
+#include "common/model/weight_layout.h"
+
+namespace tandem {
+
+// What a daemon needs to know of a model besides the weights. It lies in the pool's model region, so that a daemon that comes
+// back needs no file.
+struct ModelDescription {
+  ModelConfig config;
+  TokenizerSpec tokenizer;
+  StorageFormat format = StorageFormat::kFp32;
+};
+std::string SerializeModelDescription(const ModelDescription& description);
+absl::StatusOr<ModelDescription> ParseModelDescription(std::string_view bytes);
+
+class ModelSource {
+ public:
+  // Errors: NOT_FOUND (path), INVALID_ARGUMENT naming file, tensor, value and limit, UNIMPLEMENTED (family, tensor type).
+  static absl::StatusOr<std::unique_ptr<ModelSource>> Open(const std::string& path);
+  virtual ~ModelSource() = default;
+  virtual const ModelDescription& description() const = 0;
+  // SHA-256 over the config and the tensor table (names, types, shapes, offsets, file sizes): the model asked for, cheaply.
+  virtual const std::string& digest() const = 0;
+  // Reads every tensor into `region` as `layout` says. Requires: region.size() >= layout.total_bytes. After an error the region's
+  // content is unspecified. `progress` is called with bytes written so far, from one thread.
+  virtual absl::Status LoadWeights(const WeightLayout& layout, std::span<std::byte> region,
+                                   const std::function<void(std::uint64_t)>& progress) const = 0;
+};
+
+}  // namespace tandem

@@ -1,0 +1,61 @@
+// The policy: the shared frozen base with trainable adapters. Confined to the trainer thread. No torch type crosses this interface.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "common/base/status.h"
+#include "common/model/model_config.h"
+#include "common/model/weight_layout.h"
+#include "trainer_server/batch/micro_batch.h"
+
+namespace tandem {
+
+struct PolicyOptions {
+  int rank = 8;
+  float scale = 2;                       // alpha / rank, or alpha / sqrt(rank)
+  std::vector<LinearKind> targets;
+  double dropout = 0;
+  double temperature = 1;                // logits are divided by it, as the sampler did
+  int logit_chunk = 0;                   // rows of one head tile; 0: default
+  std::uint64_t seed = 0;                // dropout masks
+};
+
+// Fp32 arrays in AdapterLayout order, kept in the trainer's standing region.
+struct AdapterMemory {
+  std::span<std::byte> masters;          // AdapterLayout.total_bytes
+  std::span<std::byte> gradients;
+};
+
+enum class PolicyKind { kPolicy, kReference };   // kReference: adapters off, or the starting adapter
+
+struct HeadScores {
+  std::vector<double> logprobs;          // one a head row, nats, at the sampling temperature
+  std::vector<double> entropies;
+};
+
+class PolicyModel {
+ public:
+  static absl::StatusOr<std::unique_ptr<PolicyModel>> Create(const ModelConfig& config, const WeightLayout& layout,
+                                                             const std::byte* weights, const AdapterMemory& memory,
+                                                             const PolicyOptions& options);
+  virtual ~PolicyModel() = default;
+  // A uniform in +-1/sqrt(inputs) (or as given), B zero; deterministic in the seed.
+  virtual void InitializeAdapters(std::uint64_t seed) = 0;
+  // The starting adapter becomes the reference: `slot` is copied. Without it the reference is the base.
+  virtual absl::Status SetReference(std::span<const std::byte> slot, const AdapterLayout& layout, float scale) = 0;
+  // Forward only, no dropout.
+  virtual absl::StatusOr<HeadScores> Score(const MicroBatch& batch, PolicyKind kind) = 0;
+  // Forward that keeps layer inputs and unit gradients for one Backward. `needs_entropy_gradient`: the two-pass head.
+  virtual absl::StatusOr<HeadScores> Forward(const MicroBatch& batch, bool needs_entropy_gradient, std::uint64_t dropout_stream) = 0;
+  // dL/dlogprob and dL/dentropy (empty: zero) of each head row of the last Forward; adds to the gradients.
+  virtual absl::Status Backward(std::span<const double> grad_logprobs, std::span<const double> grad_entropies) = 0;
+  virtual void ZeroGradients() = 0;
+  virtual const AdapterLayout& adapter_layout() const = 0;
+};
+
+}  // namespace tandem
