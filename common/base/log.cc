@@ -33,11 +33,16 @@ void StartLog(std::string_view program, LogLevel least_level) {
 }
 
 bool ParseLogLevel(std::string_view name, LogLevel* level) {
-  if (name == "debug") *level = LogLevel::kDebug;
-  else if (name == "info") *level = LogLevel::kInfo;
-  else if (name == "warning") *level = LogLevel::kWarning;
-  else if (name == "error") *level = LogLevel::kError;
-  else return false;
+  if (name == "debug")
+    *level = LogLevel::kDebug;
+  else if (name == "info")
+    *level = LogLevel::kInfo;
+  else if (name == "warning")
+    *level = LogLevel::kWarning;
+  else if (name == "error")
+    *level = LogLevel::kError;
+  else
+    return false;
   return true;
 }
 

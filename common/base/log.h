@@ -21,8 +21,8 @@ bool LogEnabled(LogLevel level);
 
 }  // namespace tandem
 
-#define TANDEM_LOG(level, room, ...)                                                        \
-  do {                                                                                      \
-    if (::tandem::LogEnabled(::tandem::LogLevel::level))                                    \
-      ::tandem::WriteLog(::tandem::LogLevel::level, room, absl::StrCat(__VA_ARGS__));       \
+#define TANDEM_LOG(level, room, ...)                                                  \
+  do {                                                                                \
+    if (::tandem::LogEnabled(::tandem::LogLevel::level))                              \
+      ::tandem::WriteLog(::tandem::LogLevel::level, room, absl::StrCat(__VA_ARGS__)); \
   } while (false)

@@ -14,9 +14,13 @@ constexpr std::uint64_t MixBits(std::uint64_t x) {
 }
 
 // A seed for a part of a seeded whole: DeriveSeed(DeriveSeed(job_seed, step), member).
-constexpr std::uint64_t DeriveSeed(std::uint64_t seed, std::uint64_t part) { return MixBits(MixBits(seed) ^ (part * 0xd1342543de82ef95ULL)); }
+constexpr std::uint64_t DeriveSeed(std::uint64_t seed, std::uint64_t part) {
+  return MixBits(MixBits(seed) ^ (part * 0xd1342543de82ef95ULL));
+}
 
-constexpr std::uint64_t RandomBits(std::uint64_t seed, std::uint64_t counter) { return MixBits(MixBits(seed) + MixBits(~counter)); }
+constexpr std::uint64_t RandomBits(std::uint64_t seed, std::uint64_t counter) {
+  return MixBits(MixBits(seed) + MixBits(~counter));
+}
 
 // Uniform in [0, 1), 53 bits.
 constexpr double RandomUniform(std::uint64_t seed, std::uint64_t counter) {

@@ -28,8 +28,8 @@ inline absl::Status Annotate(const absl::Status& status, std::string_view contex
 #define TANDEM_CONCAT_INNER(a, b) a##b
 #define TANDEM_CONCAT(a, b) TANDEM_CONCAT_INNER(a, b)
 
-#define TANDEM_RETURN_IF_ERROR(expr)                          \
-  do {                                                        \
+#define TANDEM_RETURN_IF_ERROR(expr)                                                    \
+  do {                                                                                  \
     if (absl::Status tandem_status = (expr); !tandem_status.ok()) return tandem_status; \
   } while (false)
 

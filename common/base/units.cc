@@ -19,10 +19,14 @@ absl::StatusOr<std::uint64_t> ParseBytes(std::string_view text) {
   std::string_view unit(end);
   while (!unit.empty() && unit.front() == ' ') unit.remove_prefix(1);
   double factor = 0;
-  if (unit.empty() || unit == "B") factor = 1;
-  else if (unit == "KiB") factor = static_cast<double>(kKiB);
-  else if (unit == "MiB") factor = static_cast<double>(kMiB);
-  else if (unit == "GiB") factor = static_cast<double>(kGiB);
+  if (unit.empty() || unit == "B")
+    factor = 1;
+  else if (unit == "KiB")
+    factor = static_cast<double>(kKiB);
+  else if (unit == "MiB")
+    factor = static_cast<double>(kMiB);
+  else if (unit == "GiB")
+    factor = static_cast<double>(kGiB);
   if (end == copy.c_str() || factor == 0 || !std::isfinite(value) || value < 0 || value * factor >= 9.2e18) {
     return absl::InvalidArgumentError(absl::StrCat("'", copy, "' is not a size: write 1048576, 64MiB or 1.5GiB"));
   }

@@ -9,6 +9,7 @@
 #include "absl/time/time.h"
 #include "common/base/status.h"
 #include "common/metrics/metrics.h"
+#include "common/rpc/channel.h"
 #include "common/sharing/pool_member.h"
 #include "grpcpp/grpcpp.h"
 
@@ -16,11 +17,11 @@ namespace tandem {
 
 // Exit codes: 0 stopped by signal, 1 bad flags, 2 could not start, 3 a background error, 4 poisoned device context.
 struct DaemonConfig {
-  std::string program;                 // "rollout_server"
+  std::string program;  // "rollout_server"
   v1::Role role = v1::ROLE_UNSPECIFIED;
-  std::string listen;                  // gRPC address
+  std::string listen;  // gRPC address
   std::string metrics_address;
-  std::string data_dir;                // jobs, checkpoints
+  std::string data_dir;  // jobs, checkpoints
   PoolMemberOptions pool;
 };
 
@@ -28,18 +29,14 @@ class Daemon {
  public:
   // Parses flags (--listen --metrics --peer --run_dir --data_dir --model --device --pool_bytes --chunk_bytes --standing_bytes
   // --strict_leases --start_timeout --log_level) and starts the log. Exits with 1 on a bad flag.
-  static DaemonConfig ParseFlags(int argc, char** argv, const std::string& program, v1::Role role, const std::string& default_listen,
-                                 const std::string& default_metrics, const std::string& default_peer);
-  // Listens, prints "listening grpc=127.0.0.1:7071 metrics=127.0.0.1:9091" to the log, serves until SIGTERM or SIGINT or until `failed`
-  // gives an error, then calls `stop` and shuts down within 5 s. Returns the exit code.
+  static DaemonConfig ParseFlags(int argc, char** argv, const std::string& program, v1::Role role,
+                                 const std::string& default_listen, const std::string& default_metrics,
+                                 const std::string& default_peer);
+  // Listens, prints "listening grpc=127.0.0.1:7071 metrics=127.0.0.1:9091" to the log, serves until SIGTERM or SIGINT or until
+  // `failed` gives an error, then calls `stop` and shuts down within 5 s. Returns the exit code.
   static int Serve(const DaemonConfig& config, Metrics* metrics, const std::vector<grpc::Service*>& services,
                    const std::function<void(int grpc_port)>& started, const std::function<absl::Status()>& failed,
                    const std::function<void()>& stop);
 };
-
-grpc::Status ToGrpc(const absl::Status& status);
-absl::Status FromGrpc(const grpc::Status& status);
-// Channel with bounded message size (4 MiB) and keepalive.
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address);
 
 }  // namespace tandem

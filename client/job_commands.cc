@@ -1,0 +1,299 @@
+#include <algorithm>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+
+#include "client/commands.h"
+#include "client/job_file.h"
+#include "client/printing.h"
+#include "client/progress.h"
+#include "google/protobuf/text_format.h"
+
+namespace tandem {
+namespace {
+
+absl::StatusOr<std::string> OneWord(const Words& words, const std::string& command, const std::string& what) {
+  if (words.size() == 1) return words[0];
+  return absl::InvalidArgumentError(absl::StrCat("usage: tandem ", command, " ", what, " (got ", words.size(), " words)"));
+}
+
+std::string StateWord(v1::JobState state) { return EnumWord(v1::JobState_Name(state), "JOB_STATE_"); }
+
+absl::StatusOr<std::string> ToText(const v1::JobSpec& spec) {
+  std::string text;
+  if (!google::protobuf::TextFormat::PrintToString(spec, &text)) return absl::InternalError("the job cannot be printed");
+  return text;
+}
+
+void PrintStatus(const Connection& connection, const v1::JobStatus& status) {
+  if (connection.json) return Print(ToJson(status));
+  std::string line =
+      absl::StrCat(status.job(), "  ", StateWord(status.state()), "  step ", status.step(), "/", status.num_steps());
+  if (!status.waiting_for().empty()) absl::StrAppend(&line, "  waiting for ", status.waiting_for());
+  if (!status.error().empty()) absl::StrAppend(&line, "  ", status.error());
+  Print(line);
+}
+
+void PrintWarnings(const google::protobuf::RepeatedPtrField<std::string>& warnings) {
+  for (const std::string& warning : warnings) Print("warning: " + warning);
+}
+
+bool HasEnded(v1::JobState state) {
+  return state == v1::JOB_STATE_SUCCEEDED || state == v1::JOB_STATE_FAILED || state == v1::JOB_STATE_CANCELLED;
+}
+
+// Follows a job until it ends; a daemon that restarts is waited for and the stream taken up where it broke.
+absl::Status Follow(const Connection& connection, const std::string& job) {
+  constexpr absl::Duration kPatience = absl::Minutes(10);  // without a single event
+  ProgressPrinter printer;
+  std::uint32_t next_step = 0, num_steps = 0;
+  absl::Time last_event = absl::Now();
+  while (true) {
+    auto trainer = connection.Trainer();
+    grpc::ClientContext context;
+    context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Hours(24 * 365)));
+    v1::WatchRequest request;
+    request.set_job(job);
+    request.set_from_step(next_step);
+    auto reader = trainer->Watch(&context, request);
+    v1::WatchResponse response;
+    v1::JobStatus last;
+    while (reader->Read(&response)) {
+      last_event = absl::Now();
+      if (connection.json) Print(ToJson(response));
+      if (response.has_status()) {
+        const bool is_news = last.state() != response.status().state() || last.waiting_for() != response.status().waiting_for();
+        last = response.status();
+        num_steps = last.num_steps();
+        if (!connection.json && is_news) PrintStatus(connection, last);
+      } else if (response.has_step()) {
+        next_step = response.step().step() + 1;
+        if (!connection.json) Print(printer.StepLine(response.step(), num_steps));
+      } else if (response.has_evaluation() && !connection.json) {
+        Print(ProgressPrinter::EvaluationLine(response.evaluation()));
+      }
+    }
+    const absl::Status status = CallStatus(reader->Finish(), "trainer_server", connection.trainer_address);
+    if (HasEnded(last.state())) {
+      if (last.state() == v1::JOB_STATE_SUCCEEDED) return absl::OkStatus();
+      return absl::AbortedError(
+          absl::StrCat("job ", job, " ", StateWord(last.state()), last.error().empty() ? "" : ": ", last.error()));
+    }
+    if (!status.ok() && !absl::IsUnavailable(status)) return status;
+    if (absl::Now() - last_event > kPatience) return Annotate(status, absl::StrCat("no word of job ", job, " for 10 minutes"));
+    absl::SleepFor(absl::Milliseconds(500));
+  }
+}
+
+template <typename Request, typename Call>
+absl::Status ChangeState(const Connection& connection, const Words& words, const std::string& command, Call call) {
+  Request request;
+  TANDEM_ASSIGN_OR_RETURN(*request.mutable_job(), OneWord(words, command, "JOB"));
+  auto trainer = connection.Trainer();
+  auto context = connection.Context();
+  v1::JobStatus status;
+  TANDEM_RETURN_IF_ERROR(
+      CallStatus(call(trainer.get(), context.get(), request, &status), "trainer_server", connection.trainer_address));
+  PrintStatus(connection, status);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status Submit(const Connection& connection, const Words& words, const SubmitOptions& options) {
+  TANDEM_ASSIGN_OR_RETURN(const std::string path, OneWord(words, "submit", "JOB_FILE"));
+  TANDEM_ASSIGN_OR_RETURN(v1::JobSpec spec, ReadJobFile(path, options.overrides));
+  TANDEM_RETURN_IF_ERROR(UploadFiles(connection, &spec));
+  v1::SubmitRequest request;
+  TANDEM_ASSIGN_OR_RETURN(*request.mutable_job_text(), ToText(spec));
+  auto trainer = connection.Trainer();
+  auto context = connection.Context();
+  v1::SubmitResponse response;
+  TANDEM_RETURN_IF_ERROR(
+      CallStatus(trainer->Submit(context.get(), request, &response), "trainer_server", connection.trainer_address));
+  if (connection.json) {
+    Print(ToJson(response));
+  } else {
+    PrintWarnings(response.warnings());
+    Print("submitted " + response.job());
+  }
+  if (!options.watch) return absl::OkStatus();
+  return Follow(connection, response.job());
+}
+
+absl::Status Plan(const Connection& connection, const Words& words, const SubmitOptions& options) {
+  TANDEM_ASSIGN_OR_RETURN(const std::string path, OneWord(words, "plan", "JOB_FILE"));
+  TANDEM_ASSIGN_OR_RETURN(v1::JobSpec spec, ReadJobFile(path, options.overrides));
+  TANDEM_RETURN_IF_ERROR(UploadFiles(connection, &spec));
+  v1::PlanRequest request;
+  TANDEM_ASSIGN_OR_RETURN(*request.mutable_job_text(), ToText(spec));
+  auto trainer = connection.Trainer();
+  auto context = connection.Context();
+  v1::PlanResponse response;
+  TANDEM_RETURN_IF_ERROR(
+      CallStatus(trainer->Plan(context.get(), request, &response), "trainer_server", connection.trainer_address));
+  if (connection.json) {
+    Print(ToJson(response));
+    return absl::OkStatus();
+  }
+  Print(response.job_text());
+  Print(absl::StrCat("# ", response.trained_parameters(), " trained parameters; an epoch is ", response.steps_per_epoch(),
+                     " steps"));
+  PrintWarnings(response.warnings());
+  return absl::OkStatus();
+}
+
+absl::Status ListJobs(const Connection& connection, const Words&) {
+  auto trainer = connection.Trainer();
+  std::vector<std::vector<std::string>> rows = {{"job", "state", "step", "submitted", "note"}};
+  v1::ListJobsRequest request;
+  request.set_page_size(100);
+  do {
+    auto context = connection.Context();
+    v1::ListJobsResponse response;
+    TANDEM_RETURN_IF_ERROR(
+        CallStatus(trainer->ListJobs(context.get(), request, &response), "trainer_server", connection.trainer_address));
+    for (const v1::JobStatus& job : response.jobs()) {
+      if (connection.json) Print(ToJson(job));
+      rows.push_back({job.job(), StateWord(job.state()), absl::StrCat(job.step(), "/", job.num_steps()), job.submitted_at(),
+                      job.error().empty() ? job.waiting_for() : job.error()});
+    }
+    request.set_page_token(response.next_page_token());
+  } while (!request.page_token().empty());
+  if (!connection.json) Print(FormatTable(rows));
+  return absl::OkStatus();
+}
+
+absl::Status Watch(const Connection& connection, const Words& words) {
+  TANDEM_ASSIGN_OR_RETURN(const std::string job, OneWord(words, "watch", "JOB"));
+  return Follow(connection, job);
+}
+
+absl::Status Cancel(const Connection& connection, const Words& words) {
+  return ChangeState<v1::CancelRequest>(
+      connection, words, "cancel",
+      [](auto* stub, auto* context, const auto& request, auto* status) { return stub->Cancel(context, request, status); });
+}
+absl::Status Pause(const Connection& connection, const Words& words) {
+  return ChangeState<v1::PauseRequest>(
+      connection, words, "pause",
+      [](auto* stub, auto* context, const auto& request, auto* status) { return stub->Pause(context, request, status); });
+}
+absl::Status Resume(const Connection& connection, const Words& words) {
+  return ChangeState<v1::ResumeRequest>(
+      connection, words, "resume",
+      [](auto* stub, auto* context, const auto& request, auto* status) { return stub->Resume(context, request, status); });
+}
+
+absl::Status Completions(const Connection& connection, const Words& words, int step, int limit) {
+  v1::CompletionsRequest request;
+  TANDEM_ASSIGN_OR_RETURN(*request.mutable_job(), OneWord(words, "completions", "JOB --step=N"));
+  request.set_step(static_cast<std::uint32_t>(std::max(step, 0)));
+  request.set_limit(static_cast<std::uint32_t>(std::max(limit, 0)));
+  auto trainer = connection.Trainer();
+  auto context = connection.Context();
+  auto reader = trainer->Completions(context.get(), request);
+  v1::CompletionRecord record;
+  std::int64_t shown_group = -1;
+  while (reader->Read(&record)) {
+    if (connection.json) {
+      Print(ToJson(record));
+      continue;
+    }
+    if (record.group_index() != shown_group) {
+      shown_group = record.group_index();
+      Print(absl::StrCat("\n--- step ", record.step(), ", prompt ", record.group_index(), " ---\n", record.prompt()));
+    }
+    std::string line =
+        absl::StrFormat("[%d] reward %.3f  advantage %+.3f ", record.member_index(), record.reward(), record.advantage());
+    for (const v1::NamedValue& value : record.rewards()) absl::StrAppendFormat(&line, " %s %.2f", value.name(), value.value());
+    absl::StrAppend(&line, "  ", record.completion_tokens(), " tokens, ",
+                    EnumWord(v1::FinishReason_Name(record.finish_reason()), "FINISH_REASON_"), "\n    ", record.completion());
+    Print(line);
+  }
+  return CallStatus(reader->Finish(), "trainer_server", connection.trainer_address);
+}
+
+absl::Status Export(const Connection& connection, const Words& words) {
+  if (words.size() != 2) return absl::InvalidArgumentError("usage: tandem export JOB DIRECTORY");
+  const std::filesystem::path directory(words[1]);
+  std::error_code error;
+  if (std::filesystem::exists(directory) && !std::filesystem::is_empty(directory, error)) {
+    return absl::AlreadyExistsError(absl::StrCat(words[1], " exists and is not empty"));
+  }
+  std::filesystem::create_directories(directory, error);
+  if (error) return absl::InvalidArgumentError(absl::StrCat("cannot make ", words[1], ": ", error.message()));
+  v1::ExportRequest request;
+  request.set_job(words[0]);
+  auto trainer = connection.Trainer();
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Minutes(30)));
+  auto reader = trainer->Export(&context, request);
+  v1::ExportResponse response;
+  std::ofstream file;
+  std::string open_name;
+  std::uintmax_t size = 0;
+  while (reader->Read(&response)) {
+    if (response.file() != open_name) {
+      // A bare name only: the server must not choose where on this machine it writes.
+      if (response.file().empty() || response.file().front() == '.' || response.file().find('/') != std::string::npos) {
+        context.TryCancel();
+        reader->Finish();
+        return absl::InvalidArgumentError(
+            absl::StrCat("the server named a file '", response.file(), "', which is not a bare name"));
+      }
+      open_name = response.file();
+      file.close();
+      file.open(directory / open_name, std::ios::binary | std::ios::trunc);
+    }
+    file.write(response.piece().data(), static_cast<std::streamsize>(response.piece().size()));
+    size += response.piece().size();
+    if (response.is_last()) file.close();
+    if (!file) {
+      context.TryCancel();
+      reader->Finish();
+      return absl::InternalError(absl::StrCat("writing ", (directory / open_name).string(), " failed"));
+    }
+  }
+  TANDEM_RETURN_IF_ERROR(CallStatus(reader->Finish(), "trainer_server", connection.trainer_address));
+  Print(connection.json ? absl::StrCat("{\"directory\":\"", words[1], "\",\"bytes\":", size, "}")
+                        : absl::StrCat("exported ", size, " bytes to ", words[1]));
+  return absl::OkStatus();
+}
+
+absl::Status ShowStatus(const Connection& connection, const Words&) {
+  auto rollout = connection.Rollout();
+  auto trainer = connection.Trainer();
+  v1::RolloutStatus rollout_status;
+  v1::TrainerStatus trainer_status;
+  auto rollout_context = connection.Context();
+  auto trainer_context = connection.Context();
+  const absl::Status rollout_reached =
+      CallStatus(rollout->GetStatus(rollout_context.get(), v1::RolloutStatusRequest(), &rollout_status), "rollout_server",
+                 connection.rollout_address);
+  const absl::Status trainer_reached =
+      CallStatus(trainer->GetStatus(trainer_context.get(), v1::TrainerStatusRequest(), &trainer_status), "trainer_server",
+                 connection.trainer_address);
+  if (connection.json) {
+    if (rollout_reached.ok()) Print(absl::StrCat("{\"rollout_server\":", ToJson(rollout_status), "}"));
+    if (trainer_reached.ok()) Print(absl::StrCat("{\"trainer_server\":", ToJson(trainer_status), "}"));
+  } else {
+    if (rollout_reached.ok()) {
+      Print(absl::StrCat("rollout_server  ", rollout_status.model(), " on ", rollout_status.device(), "  ",
+                         rollout_status.is_paused() ? "paused" : "serving", "  running ", rollout_status.running_sequences(),
+                         "  waiting ", rollout_status.waiting_sequences(), "  KV blocks ", rollout_status.kv_blocks_used(), "/",
+                         rollout_status.kv_blocks_total()));
+      Print(FormatLedger(rollout_status.ledger()));
+    }
+    if (trainer_reached.ok()) {
+      Print(absl::StrCat("trainer_server  ", trainer_status.model(), " on ", trainer_status.device(), "  phase ",
+                         trainer_status.phase(), "  job ",
+                         trainer_status.running_job().empty() ? "-" : trainer_status.running_job(), "  queued ",
+                         trainer_status.queued_jobs()));
+      Print(FormatLedger(trainer_status.ledger()));
+    }
+  }
+  return rollout_reached.ok() ? trainer_reached : rollout_reached;
+}
+
+}  // namespace tandem

@@ -1,0 +1,144 @@
+#include "client/job_file.h"
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <sstream>
+
+#include "common/base/hash.h"
+#include "common/base/units.h"
+#include "google/protobuf/io/tokenizer.h"
+#include "google/protobuf/text_format.h"
+
+namespace tandem {
+namespace {
+
+constexpr std::size_t kPieceBytes = kMiB;
+constexpr std::uintmax_t kJobFileLimit = 256 * kKiB;
+
+class FaultCollector final : public google::protobuf::io::ErrorCollector {
+ public:
+  explicit FaultCollector(std::string source) : source_(std::move(source)) {}
+  void AddError(int line, int column, const std::string& message) override {
+    absl::StrAppend(&faults_, faults_.empty() ? "" : "\n", source_, ":", line + 1, ":", column + 1, ": ", message);
+  }
+  void AddWarning(int line, int column, const std::string& message) override { AddError(line, column, message); }
+  const std::string& faults() const { return faults_; }
+
+ private:
+  std::string source_, faults_;
+};
+
+absl::Status MergeText(const std::string& text, const std::string& source, v1::JobSpec* spec) {
+  FaultCollector collector(source);
+  google::protobuf::TextFormat::Parser parser;
+  parser.RecordErrorsTo(&collector);
+  if (parser.MergeFromString(text, spec)) return absl::OkStatus();
+  return absl::InvalidArgumentError(collector.faults());
+}
+
+absl::StatusOr<std::string> HashFile(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return absl::NotFoundError(absl::StrCat("cannot read ", path));
+  Sha256 hash;
+  std::string piece(kPieceBytes, '\0');
+  while (file.read(piece.data(), static_cast<std::streamsize>(piece.size())) || file.gcount() > 0) {
+    hash.Update(piece.data(), static_cast<std::size_t>(file.gcount()));
+  }
+  if (file.bad()) return absl::DataLossError(absl::StrCat("reading ", path, " failed"));
+  return hash.Finish();
+}
+
+absl::Status SendFile(v1::JobService::Stub* trainer, const Connection& connection, const std::string& path,
+                      const std::string& sha256) {
+  v1::HasContentRequest question;
+  question.set_sha256(sha256);
+  v1::HasContentResponse answer;
+  auto context = connection.Context();
+  TANDEM_RETURN_IF_ERROR(
+      CallStatus(trainer->HasContent(context.get(), question, &answer), "trainer_server", connection.trainer_address));
+  if (answer.present()) return absl::OkStatus();
+
+  std::error_code error;
+  const std::uintmax_t size = std::filesystem::file_size(path, error);
+  if (error) return absl::NotFoundError(absl::StrCat("cannot read ", path, ": ", error.message()));
+  grpc::ClientContext upload_context;
+  // A minute, and a second more for each MiB.
+  upload_context.set_deadline(
+      absl::ToChronoTime(absl::Now() + absl::Minutes(1) + absl::Seconds(static_cast<double>(size / kMiB))));
+  v1::UploadResponse response;
+  auto writer = trainer->Upload(&upload_context, &response);
+  v1::UploadRequest request;
+  request.mutable_header()->set_sha256(sha256);
+  request.mutable_header()->set_size_bytes(size);
+  request.mutable_header()->set_name(std::filesystem::path(path).filename().string());
+  bool is_open = writer->Write(request);
+  std::ifstream file(path, std::ios::binary);
+  std::string piece(kPieceBytes, '\0');
+  while (is_open && (file.read(piece.data(), static_cast<std::streamsize>(piece.size())) || file.gcount() > 0)) {
+    request.mutable_piece()->assign(piece.data(), static_cast<std::size_t>(file.gcount()));
+    is_open = writer->Write(request);
+  }
+  writer->WritesDone();
+  return Annotate(CallStatus(writer->Finish(), "trainer_server", connection.trainer_address), absl::StrCat("uploading ", path));
+}
+
+// Calls `visit(path)` for each file that the job names and stores the content address it gives in place of the path.
+absl::Status ReplaceFiles(v1::JobSpec* spec, const std::function<absl::StatusOr<std::string>(const std::string& path)>& visit) {
+  if (!spec->data().path().empty()) {
+    TANDEM_ASSIGN_OR_RETURN(*spec->mutable_data()->mutable_content(), visit(spec->data().path()));
+    spec->mutable_data()->clear_path();
+  }
+  if (!spec->evaluation().path().empty()) {
+    TANDEM_ASSIGN_OR_RETURN(*spec->mutable_evaluation()->mutable_content(), visit(spec->evaluation().path()));
+    spec->mutable_evaluation()->clear_path();
+  }
+  if (!spec->adapter().start_path().empty()) {
+    v1::AdapterConfig* adapter = spec->mutable_adapter();
+    const std::filesystem::path directory(adapter->start_path());
+    TANDEM_ASSIGN_OR_RETURN(*adapter->mutable_start_config_content(), visit((directory / "adapter_config.json").string()));
+    TANDEM_ASSIGN_OR_RETURN(*adapter->mutable_start_weights_content(), visit((directory / "adapter_model.safetensors").string()));
+    adapter->clear_start_path();
+  }
+  return absl::OkStatus();
+}
+
+void ResolvePath(const std::filesystem::path& base, std::string* path) {
+  if (!path->empty()) *path = (base / *path).lexically_normal().string();
+}
+
+}  // namespace
+
+absl::StatusOr<v1::JobSpec> ReadJobFile(const std::string& path, const std::vector<std::string>& overrides) {
+  std::error_code error;
+  const std::uintmax_t size = std::filesystem::file_size(path, error);
+  if (error) return absl::NotFoundError(absl::StrCat("cannot read job file ", path, ": ", error.message()));
+  if (size > kJobFileLimit) {
+    return absl::InvalidArgumentError(absl::StrCat("job file ", path, " has ", size, " bytes; the limit is ", kJobFileLimit));
+  }
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream text;
+  text << file.rdbuf();
+  if (!file) return absl::NotFoundError(absl::StrCat("cannot read job file ", path));
+  v1::JobSpec spec;
+  TANDEM_RETURN_IF_ERROR(MergeText(text.str(), path, &spec));
+  const std::filesystem::path base = std::filesystem::absolute(path).parent_path();
+  ResolvePath(base, spec.mutable_data()->mutable_path());
+  if (spec.has_evaluation()) ResolvePath(base, spec.mutable_evaluation()->mutable_path());
+  if (spec.has_adapter()) ResolvePath(base, spec.mutable_adapter()->mutable_start_path());
+  for (const std::string& text_override : overrides) {
+    TANDEM_RETURN_IF_ERROR(MergeText(text_override, absl::StrCat("--set '", text_override, "'"), &spec));
+  }
+  return spec;
+}
+
+absl::Status UploadFiles(const Connection& connection, v1::JobSpec* spec) {
+  auto trainer = connection.Trainer();
+  return ReplaceFiles(spec, [&](const std::string& path) -> absl::StatusOr<std::string> {
+    TANDEM_ASSIGN_OR_RETURN(const std::string sha256, HashFile(path));
+    TANDEM_RETURN_IF_ERROR(SendFile(trainer.get(), connection, path, sha256));
+    return sha256;
+  });
+}
+
+}  // namespace tandem

@@ -1,0 +1,18 @@
+// A job file on the user's machine: parsed, completed by command-line overrides, its files uploaded and replaced by their
+// content.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "client/connection.h"
+#include "common/base/status.h"
+
+namespace tandem {
+
+// Reads `path`. Paths inside are relative to the file. Errors: NOT_FOUND, INVALID_ARGUMENT with line and column.
+absl::StatusOr<v1::JobSpec> ReadJobFile(const std::string& path, const std::vector<std::string>& overrides);
+// Sends every file that the job names and the server lacks, and puts content addresses in place of the paths.
+absl::Status UploadFiles(const Connection& connection, v1::JobSpec* spec);
+
+}  // namespace tandem

@@ -1,0 +1,106 @@
+// tandem: submits jobs, follows them, and asks the model. See `tandem --help`.
+#include <iostream>
+#include <map>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "client/commands.h"
+
+ABSL_FLAG(std::string, trainer, "127.0.0.1:7070", "address of trainer_server");
+ABSL_FLAG(std::string, rollout, "127.0.0.1:7071", "address of rollout_server");
+ABSL_FLAG(absl::Duration, timeout, absl::Seconds(30), "limit of one call; streams are not bound by it");
+ABSL_FLAG(bool, json, false, "print JSON, one object a line");
+ABSL_FLAG(bool, watch, false, "submit: follow the job until it ends");
+ABSL_FLAG(std::vector<std::string>, set, {},
+          "submit, plan: fields in text format merged over the job file, as --set='seed: 1,num_steps: 5'");
+ABSL_FLAG(int32_t, step, 0, "completions: of which step");
+ABSL_FLAG(int32_t, limit, 0, "completions: how many at most; 0 for all");
+ABSL_FLAG(std::string, job, "", "generate: whose adapter; empty for the base model");
+ABSL_FLAG(std::string, messages, "", "generate: a JSON array of {\"role\", \"content\"}");
+ABSL_FLAG(bool, raw, false, "generate: plain text, without the chat template");
+ABSL_FLAG(int32_t, n, 1, "generate: completions");
+ABSL_FLAG(double, temperature, 1.0, "generate: 0 is greedy");
+ABSL_FLAG(double, top_p, 1.0, "generate");
+ABSL_FLAG(uint32_t, top_k, 0, "generate: 0 is off");
+ABSL_FLAG(double, min_p, 0.0, "generate");
+ABSL_FLAG(uint64_t, seed, 0, "generate");
+ABSL_FLAG(uint32_t, max_tokens, 256, "generate");
+
+namespace {
+
+constexpr char kUsage[] = R"(trains language models with GRPO, from any machine.
+
+  tandem submit JOB_FILE [--watch] [--set=...]   check, upload the data, queue
+  tandem plan JOB_FILE                           the job as it would run, with warnings
+  tandem jobs                                    all jobs, newest first
+  tandem watch JOB                               live progress
+  tandem pause | resume | cancel JOB
+  tandem completions JOB --step=N                what the model wrote and what it earned
+  tandem export JOB DIRECTORY                    a PEFT adapter directory
+  tandem generate PROMPT [--job=JOB]             ask the model
+  tandem status                                  both daemons, memory by owner
+
+Addresses: --trainer, --rollout. For scripts: --json.)";
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  absl::SetProgramUsageMessage(kUsage);
+  const std::vector<char*> positional = absl::ParseCommandLine(argc, argv);
+  tandem::Words words(positional.begin() + 1, positional.end());
+  if (words.empty()) {
+    std::cerr << "tandem " << kUsage << "\n";
+    return 1;
+  }
+  const std::string command = words.front();
+  words.erase(words.begin());
+
+  tandem::Connection connection;
+  connection.trainer_address = absl::GetFlag(FLAGS_trainer);
+  connection.rollout_address = absl::GetFlag(FLAGS_rollout);
+  connection.timeout = absl::GetFlag(FLAGS_timeout);
+  connection.json = absl::GetFlag(FLAGS_json);
+  const tandem::SubmitOptions submit{absl::GetFlag(FLAGS_watch), absl::GetFlag(FLAGS_set)};
+
+  absl::Status status;
+  if (command == "submit")
+    status = tandem::Submit(connection, words, submit);
+  else if (command == "plan")
+    status = tandem::Plan(connection, words, submit);
+  else if (command == "jobs")
+    status = tandem::ListJobs(connection, words);
+  else if (command == "watch")
+    status = tandem::Watch(connection, words);
+  else if (command == "cancel")
+    status = tandem::Cancel(connection, words);
+  else if (command == "pause")
+    status = tandem::Pause(connection, words);
+  else if (command == "resume")
+    status = tandem::Resume(connection, words);
+  else if (command == "completions")
+    status = tandem::Completions(connection, words, absl::GetFlag(FLAGS_step), absl::GetFlag(FLAGS_limit));
+  else if (command == "export")
+    status = tandem::Export(connection, words);
+  else if (command == "status")
+    status = tandem::ShowStatus(connection, words);
+  else if (command == "generate") {
+    tandem::GenerateOptions options;
+    options.job = absl::GetFlag(FLAGS_job);
+    options.messages = absl::GetFlag(FLAGS_messages);
+    options.is_raw = absl::GetFlag(FLAGS_raw);
+    options.num_completions = absl::GetFlag(FLAGS_n);
+    options.sampling.set_temperature(absl::GetFlag(FLAGS_temperature));
+    options.sampling.set_top_p(absl::GetFlag(FLAGS_top_p));
+    options.sampling.set_top_k(absl::GetFlag(FLAGS_top_k));
+    options.sampling.set_min_p(absl::GetFlag(FLAGS_min_p));
+    options.sampling.set_seed(absl::GetFlag(FLAGS_seed));
+    options.sampling.set_max_tokens(absl::GetFlag(FLAGS_max_tokens));
+    status = tandem::Generate(connection, words, options);
+  } else {
+    status = absl::InvalidArgumentError(absl::StrCat("'", command, "' is not a command; see tandem --help"));
+  }
+  if (status.ok()) return 0;
+  std::cerr << "tandem " << command << ": " << status.message() << "\n";
+  return 1;
+}

@@ -1,0 +1,22 @@
+// Output for people (tables) and for scripts (protobuf JSON, one object a line).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "google/protobuf/message.h"
+#include "proto/types.pb.h"
+
+namespace tandem {
+
+// One line of JSON with proto field names; default values included.
+std::string ToJson(const google::protobuf::Message& message);
+void Print(const std::string& line);
+// Columns padded to their widest cell; the first row is the heading.
+std::string FormatTable(const std::vector<std::vector<std::string>>& rows);
+// Memory by owner, largest first, with a total of what lies in the pool.
+std::string FormatLedger(const google::protobuf::RepeatedPtrField<v1::OwnedBytes>& ledger);
+// "STATE_RUNNING" with its prefix removed, in lower case.
+std::string EnumWord(const std::string& name, const std::string& prefix);
+
+}  // namespace tandem
