@@ -1,0 +1,200 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "client/commands.h"
+#include "client/job_file.h"
+#include "client/printing.h"
+#include "client/progress.h"
+#include "common/base/hash.h"
+#include "common/base/units.h"
+
+namespace tandem {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+std::string FreshDirectory(const std::string& name) {
+  const std::filesystem::path path = std::filesystem::path(::testing::TempDir()) / name;
+  std::filesystem::remove_all(path);
+  std::filesystem::create_directories(path);
+  return path.string();
+}
+
+void WriteFile(const std::string& path, const std::string& text) { std::ofstream(path, std::ios::binary) << text; }
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// A trainer that keeps what is uploaded and exports whatever files it is told to.
+class RecordingTrainer final : public v1::JobService::Service {
+ public:
+  grpc::Status HasContent(grpc::ServerContext*, const v1::HasContentRequest* request, v1::HasContentResponse* response) override {
+    response->set_present(contents.count(request->sha256()) != 0);
+    return grpc::Status::OK;
+  }
+  grpc::Status Upload(grpc::ServerContext*, grpc::ServerReader<v1::UploadRequest>* reader, v1::UploadResponse*) override {
+    v1::UploadRequest request;
+    std::string sha256, bytes;
+    while (reader->Read(&request)) {
+      if (request.has_header()) sha256 = request.header().sha256();
+      largest_piece = std::max(largest_piece, request.piece().size());
+      bytes += request.piece();
+    }
+    ++num_uploads;
+    contents[sha256] = bytes;
+    return grpc::Status::OK;
+  }
+  grpc::Status Submit(grpc::ServerContext*, const v1::SubmitRequest* request, v1::SubmitResponse* response) override {
+    job_text = request->job_text();
+    response->set_job("addition-1");
+    return grpc::Status::OK;
+  }
+  grpc::Status Export(grpc::ServerContext*, const v1::ExportRequest*, grpc::ServerWriter<v1::ExportResponse>* writer) override {
+    for (const auto& [name, bytes] : files) {
+      v1::ExportResponse response;
+      response.set_file(name);
+      response.set_piece(bytes);
+      response.set_is_last(true);
+      if (!writer->Write(response)) break;
+    }
+    return grpc::Status::OK;
+  }
+
+  std::map<std::string, std::string> contents, files;
+  std::size_t largest_piece = 0;
+  int num_uploads = 0;
+  std::string job_text;
+};
+
+class ClientTest : public ::testing::Test {
+ protected:
+  ClientTest() {
+    int port = 0;
+    grpc::ServerBuilder builder;
+    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
+    builder.RegisterService(&trainer_);
+    server_ = builder.BuildAndStart();
+    connection_.trainer_address = absl::StrCat("127.0.0.1:", port);
+    connection_.timeout = absl::Seconds(5);
+  }
+  ~ClientTest() override { server_->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(1))); }
+
+  RecordingTrainer trainer_;
+  std::unique_ptr<grpc::Server> server_;
+  Connection connection_;
+};
+
+TEST_F(ClientTest, SubmitUploadsDataOnceInPiecesAndSendsContentAddresses) {
+  const std::string directory = FreshDirectory("submit");
+  const std::string data(3 * kMiB + 17, 'x');
+  WriteFile(directory + "/rows.jsonl", data);
+  WriteFile(directory + "/job.textproto", "name: \"addition\" data { path: \"rows.jsonl\" } seed: 3");
+  SubmitOptions options;
+  options.overrides = {"seed: 7"};
+  ASSERT_TRUE(Submit(connection_, {directory + "/job.textproto"}, options).ok());
+  ASSERT_TRUE(Submit(connection_, {directory + "/job.textproto"}, options).ok());
+  EXPECT_EQ(trainer_.num_uploads, 1);
+  EXPECT_LE(trainer_.largest_piece, kMiB);
+  EXPECT_EQ(trainer_.contents[Sha256Hex(data)], data);
+  EXPECT_THAT(trainer_.job_text, HasSubstr(Sha256Hex(data)));
+  EXPECT_THAT(trainer_.job_text, HasSubstr("seed: 7"));
+  EXPECT_THAT(trainer_.job_text, Not(HasSubstr("rows.jsonl")));
+}
+
+TEST_F(ClientTest, FaultyJobFileIsNamedWithLineAndColumn) {
+  const std::string directory = FreshDirectory("faulty");
+  WriteFile(directory + "/job.textproto", "name: \"a\"\nnum_stepz: 3\n");
+  const absl::Status status = Submit(connection_, {directory + "/job.textproto"}, {});
+  EXPECT_TRUE(absl::IsInvalidArgument(status));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("job.textproto:2:"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("num_stepz"));
+  EXPECT_TRUE(trainer_.job_text.empty());
+}
+
+TEST_F(ClientTest, MissingDataFileIsNamed) {
+  const std::string directory = FreshDirectory("missing");
+  WriteFile(directory + "/job.textproto", "data { path: \"absent.jsonl\" }");
+  const absl::Status status = Submit(connection_, {directory + "/job.textproto"}, {});
+  EXPECT_TRUE(absl::IsNotFound(status));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("absent.jsonl"));
+}
+
+TEST_F(ClientTest, ExportWritesFilesAndRefusesNamesThatLeaveTheDirectory) {
+  const std::string directory = FreshDirectory("export");
+  trainer_.files = {{"adapter_config.json", "{}"}, {"adapter_model.safetensors", "bytes"}};
+  ASSERT_TRUE(Export(connection_, {"addition-1", directory + "/out"}).ok());
+  EXPECT_EQ(ReadFile(directory + "/out/adapter_model.safetensors"), "bytes");
+  EXPECT_TRUE(absl::IsAlreadyExists(Export(connection_, {"addition-1", directory + "/out"})));
+
+  trainer_.files = {{"../escaped", "bytes"}};
+  EXPECT_TRUE(absl::IsInvalidArgument(Export(connection_, {"addition-1", directory + "/out2"})));
+  EXPECT_FALSE(std::filesystem::exists(directory + "/escaped"));
+}
+
+TEST_F(ClientTest, UnreachableServerIsNamedWithItsAddress) {
+  connection_.trainer_address = "127.0.0.1:1";
+  const absl::Status status = ListJobs(connection_, {});
+  EXPECT_TRUE(absl::IsUnavailable(status));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("trainer_server at 127.0.0.1:1"));
+}
+
+TEST(ProgressTest, LineShowsStepRewardFunctionsLengthAndTimeLeft) {
+  v1::StepMetrics metrics;
+  metrics.set_step(4);
+  metrics.set_seconds_left(65);
+  for (const auto& [name, value] : std::map<std::string, double>{
+           {"reward", 0.5}, {"rewards/correct/mean", 0.25}, {"completions/mean_length", 11.5}, {"tokens_per_second", 412}}) {
+    auto* entry = metrics.add_values();
+    entry->set_name(name);
+    entry->set_value(value);
+  }
+  ProgressPrinter printer;
+  const std::string line = printer.StepLine(metrics, 20);
+  for (const char* part : {"step  4/20", "reward  0.500", "correct 0.250", "length 11.5", "412 tok/s", "left 1m 05s"}) {
+    EXPECT_THAT(line, HasSubstr(part));
+  }
+}
+
+TEST(ProgressTest, MeanCoversTheLastFiveSteps) {
+  ProgressPrinter printer;
+  std::string line;
+  for (int step = 1; step <= 6; ++step) {
+    v1::StepMetrics metrics;
+    auto* reward = metrics.add_values();
+    reward->set_name("reward");
+    reward->set_value(step == 1 ? 100 : 1);
+    line = printer.StepLine(metrics, 6);
+  }
+  EXPECT_THAT(line, HasSubstr("mean  1.000"));
+}
+
+TEST(PrintingTest, LedgerIsSortedAndTotalsWhatLiesInThePool) {
+  v1::RolloutStatus status;
+  for (const auto& [owner, bytes, in_pool] :
+       {std::tuple("small", kMiB, true), std::tuple("large", 3 * kMiB, true), std::tuple("heap", 9 * kMiB, false)}) {
+    auto* entry = status.add_ledger();
+    entry->set_owner(owner);
+    entry->set_bytes(bytes);
+    entry->set_in_pool(in_pool);
+  }
+  const std::string table = FormatLedger(status.ledger());
+  EXPECT_LT(table.find("large"), table.find("small"));
+  EXPECT_THAT(table, HasSubstr("4.0 MiB"));
+}
+
+TEST(UnitsTest, BytesParseAndPrint) {
+  EXPECT_EQ(*ParseBytes("1.5GiB"), kGiB + kGiB / 2);
+  EXPECT_EQ(*ParseBytes("64 MiB"), 64 * kMiB);
+  EXPECT_EQ(*ParseBytes("1048576"), kMiB);
+  for (const char* bad : {"", "MiB", "-1", "1 GB", "1e30GiB", "nan"}) EXPECT_FALSE(ParseBytes(bad).ok()) << bad;
+  EXPECT_EQ(FormatBytes(kGiB + kGiB / 2), "1.5 GiB");
+}
+
+}  // namespace
+}  // namespace tandem
