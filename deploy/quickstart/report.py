@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""Turns the events of a finished job (`tandem --json watch JOB`) into a table, a curve in the terminal, a PNG and a JSON report."""
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+
+
+def named(values):
+    return {v["name"]: v["value"] for v in values}
+
+
+def plot(curve, held_out, terminal, output=None):
+    """gnuplot draws the reward of each step, its mean over five steps, and the held-out reward before and after."""
+    with tempfile.NamedTemporaryFile("w", suffix=".dat") as steps, tempfile.NamedTemporaryFile("w", suffix=".dat") as held:
+        for i, (step, reward) in enumerate(curve):
+            window = [r for _, r in curve[max(0, i - 4): i + 1]]
+            steps.write(f"{step} {reward} {sum(window) / len(window)}\n")
+        held.writelines(f"{step} {reward}\n" for step, reward in held_out)
+        steps.flush()
+        held.flush()
+        script = f'set terminal {terminal}\n'
+        if output:
+            script += f'set output "{output}"\n'
+        script += ('set title "Reward of each step, and on held-out prompts"\nset xlabel "step"\nset ylabel "reward"\n'
+                   'set yrange [0:1.05]\nset key bottom right\nset grid\n'
+                   f'plot "{steps.name}" using 1:2 with points title "step", "{steps.name}" using 1:3 with lines lw 2 title "mean of five", '
+                   f'"{held.name}" using 1:2 with linespoints lw 2 title "held-out"\n')
+        return subprocess.run(["gnuplot"], input=script, text=True, capture_output=output is None, check=True).stdout
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", required=True)
+    parser.add_argument("--peak_bytes_file", required=True)
+    parser.add_argument("--seconds", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--report", required=True)
+    parser.add_argument("--plot", required=True)
+    args = parser.parse_args()
+
+    curve, evaluations = [], []
+    with open(args.events) as events:
+        for line in events:
+            event = json.loads(line)
+            if "step" in event:
+                curve.append((event["step"]["step"], named(event["step"]["values"])["reward"]))
+            elif "evaluation" in event:
+                evaluations.append(event["evaluation"])
+    if not curve or len(evaluations) < 2:
+        sys.exit(f"{args.events}: {len(curve)} steps and {len(evaluations)} evaluations; a finished job has steps and two evaluations")
+    with open(args.peak_bytes_file) as peak:
+        peak_bytes = int(peak.read())
+
+    def rewards(evaluation):
+        return {"total": evaluation["reward"], **named(evaluation["rewards"])}
+
+    before, after = rewards(evaluations[0]), rewards(evaluations[-1])
+    report = {"reward_before": before, "reward_after": after, "seconds": args.seconds, "peak_bytes": peak_bytes, "seed": args.seed,
+              "steps": len(curve), "held_out_prompts": evaluations[0]["num_prompts"]}
+    with open(args.report, "w") as out:
+        json.dump(report, out, indent=2)
+        out.write("\n")
+
+    print(f"{'held-out reward':<18}{'before':>8}{'after':>8}{'gain':>8}")
+    for name in before:
+        print(f"{name:<18}{before[name]:>8.3f}{after[name]:>8.3f}{after[name] - before[name]:>+8.3f}")
+    print(f"{evaluations[0]['num_prompts']} prompts, {len(curve)} steps, {args.seconds} s, peak {peak_bytes / 2**20:.0f} MiB for both daemons")
+    held_out = [(e["step"], e["reward"]) for e in evaluations]
+    width = max(60, min(110, shutil.get_terminal_size().columns - 2))
+    print(plot(curve, held_out, f"dumb size {width},22"))
+    plot(curve, held_out, "pngcairo size 900,500", args.plot)
+
+
+main()
