@@ -1,0 +1,268 @@
+#include "tests/system/daemon_pair.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "common/base/check.h"
+#include "common/base/hash.h"
+#include "common/base/unique_fd.h"
+#include "common/rpc/channel.h"
+#include "nlohmann/json.hpp"
+
+namespace tandem {
+namespace {
+
+const char* ProgramOf(Half half) { return half == Half::kRollout ? "rollout_server" : "trainer_server"; }
+
+// A free port, held until all are chosen so that no two are equal.
+std::vector<int> FreePorts(int count) {
+  std::vector<UniqueFd> sockets;
+  std::vector<int> ports;
+  for (int i = 0; i < count; ++i) {
+    UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof(address);
+    auto* generic = reinterpret_cast<sockaddr*>(&address);
+    TANDEM_CHECK(::bind(fd.get(), generic, size) == 0 && ::getsockname(fd.get(), generic, &size) == 0, "no free port");
+    ports.push_back(ntohs(address.sin_port));
+    sockets.push_back(std::move(fd));
+  }
+  return ports;
+}
+
+}  // namespace
+
+std::unique_ptr<grpc::ClientContext> ContextFor(absl::Duration timeout) {
+  auto context = std::make_unique<grpc::ClientContext>();
+  context->set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+  return context;
+}
+
+DaemonPair::DaemonPair(DaemonPairOptions options) : options_(std::move(options)) {
+  std::filesystem::remove_all(options_.directory);
+  std::filesystem::create_directories(options_.directory);
+  const std::vector<int> ports = FreePorts(4);
+  for (std::size_t i = 0; i < 2; ++i) {
+    addresses_[i] = absl::StrCat("127.0.0.1:", ports[i]);
+    metrics_ports_[i] = ports[i + 2];
+  }
+}
+
+DaemonPair::~DaemonPair() {
+  for (Half half : {Half::kRollout, Half::kTrainer}) Kill(half);
+}
+
+std::string DaemonPair::data_dir(Half half) const { return absl::StrCat(options_.directory, "/", ProgramOf(half)); }
+
+void DaemonPair::Start(Half half) {
+  TANDEM_CHECK(pids_[Index(half)] == -1, ProgramOf(half), " runs already");
+  const std::size_t own = Index(half), other = 1 - own;
+  std::vector<std::string> words = {std::string(TANDEM_BIN_DIR) + "/" + ProgramOf(half),
+                                    "--listen=" + addresses_[own],
+                                    absl::StrCat("--metrics=127.0.0.1:", metrics_ports_[own]),
+                                    "--peer=" + addresses_[other],
+                                    "--run_dir=" + options_.directory + "/pool",
+                                    "--data_dir=" + data_dir(half),
+                                    "--model=" + options_.model};
+  words.insert(words.end(), options_.flags.begin(), options_.flags.end());
+  std::vector<char*> argv;
+  for (std::string& word : words) argv.push_back(word.data());
+  argv.push_back(nullptr);
+  const std::string log_path = absl::StrCat(options_.directory, "/", ProgramOf(half), ".log");
+  const pid_t pid = ::fork();
+  TANDEM_CHECK(pid >= 0, "fork failed");
+  if (pid == 0) {
+    const int fd = ::open(log_path.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
+    ::dup2(fd, STDERR_FILENO);
+    ::dup2(fd, STDOUT_FILENO);
+    ::setenv("OMP_NUM_THREADS", "1", 1);
+    ::execv(argv[0], argv.data());
+    ::_exit(127);
+  }
+  pids_[own] = pid;
+}
+
+bool DaemonPair::IsAlive(Half half) {
+  const std::size_t i = Index(half);
+  if (pids_[i] == -1) return false;
+  int status = 0;
+  if (::waitpid(pids_[i], &status, WNOHANG) == pids_[i]) pids_[i] = -1;
+  return pids_[i] != -1;
+}
+
+bool DaemonPair::WaitReady(Half half, absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  while (absl::Now() < deadline && IsAlive(half)) {
+    auto context = ContextFor(absl::Milliseconds(500));
+    grpc::Status status;
+    if (half == Half::kRollout) {
+      v1::RolloutStatus response;
+      status = Rollout()->GetStatus(context.get(), v1::RolloutStatusRequest(), &response);
+    } else {
+      v1::TrainerStatus response;
+      status = Trainer()->GetStatus(context.get(), v1::TrainerStatusRequest(), &response);
+    }
+    if (status.ok()) return true;
+    absl::SleepFor(absl::Milliseconds(20));
+  }
+  return false;
+}
+
+void DaemonPair::Signal(Half half, int signal) {
+  if (pid(half) > 0) ::kill(pid(half), signal);
+}
+
+int DaemonPair::Wait(Half half, absl::Duration timeout) {
+  const std::size_t i = Index(half);
+  const absl::Time deadline = absl::Now() + timeout;
+  while (pids_[i] > 0) {
+    int status = 0;
+    if (::waitpid(pids_[i], &status, WNOHANG) == pids_[i]) {
+      pids_[i] = -1;
+      return status;
+    }
+    if (absl::Now() > deadline) return -1;
+    absl::SleepFor(absl::Milliseconds(5));
+  }
+  return 0;
+}
+
+void DaemonPair::Kill(Half half) {
+  Signal(half, SIGKILL);
+  Wait(half, absl::Seconds(10));
+}
+
+std::unique_ptr<v1::JobService::Stub> DaemonPair::Trainer() const {
+  return v1::JobService::NewStub(MakeChannel(address(Half::kTrainer)));
+}
+std::unique_ptr<v1::RolloutService::Stub> DaemonPair::Rollout() const {
+  return v1::RolloutService::NewStub(MakeChannel(address(Half::kRollout)));
+}
+
+std::string DaemonPair::log(Half half) const {
+  std::ifstream file(absl::StrCat(options_.directory, "/", ProgramOf(half), ".log"));
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+absl::StatusOr<std::string> DaemonPair::Submit(const std::string& job_text, const std::string& rows) {
+  auto trainer = Trainer();
+  const std::string sha256 = Sha256Hex(rows);
+  {
+    auto context = ContextFor(absl::Seconds(10));
+    v1::UploadResponse response;
+    auto writer = trainer->Upload(context.get(), &response);
+    v1::UploadRequest request;
+    request.mutable_header()->set_sha256(sha256);
+    request.mutable_header()->set_size_bytes(rows.size());
+    request.mutable_header()->set_name("rows.jsonl");
+    writer->Write(request);
+    request.set_piece(rows);
+    writer->Write(request);
+    writer->WritesDone();
+    TANDEM_RETURN_IF_ERROR(FromGrpc(writer->Finish()));
+  }
+  v1::SubmitRequest request;
+  request.set_job_text(
+      absl::StrCat(job_text, "\ndata { content: \"", sha256, "\" }\nevaluation { content: \"", sha256, "\" }\n"));
+  auto context = ContextFor(absl::Seconds(10));
+  v1::SubmitResponse response;
+  TANDEM_RETURN_IF_ERROR(FromGrpc(trainer->Submit(context.get(), request, &response)));
+  return response.job();
+}
+
+absl::StatusOr<v1::JobStatus> DaemonPair::GetJob(const std::string& job) {
+  v1::GetJobRequest request;
+  request.set_job(job);
+  v1::JobStatus status;
+  auto context = ContextFor(absl::Seconds(5));
+  TANDEM_RETURN_IF_ERROR(FromGrpc(Trainer()->GetJob(context.get(), request, &status)));
+  return status;
+}
+
+absl::StatusOr<v1::JobStatus> DaemonPair::WaitForEnd(const std::string& job, absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  absl::StatusOr<v1::JobStatus> last = absl::UnavailableError("never asked");
+  while (absl::Now() < deadline) {
+    last = GetJob(job);
+    if (last.ok() && (last->state() == v1::JOB_STATE_SUCCEEDED || last->state() == v1::JOB_STATE_FAILED ||
+                      last->state() == v1::JOB_STATE_CANCELLED)) {
+      return last;
+    }
+    absl::SleepFor(absl::Milliseconds(50));
+  }
+  return absl::DeadlineExceededError(absl::StrCat("job ", job, " has not ended after ", absl::FormatDuration(timeout), ": ",
+                                                  last.ok() ? last->ShortDebugString() : last.status().ToString()));
+}
+
+std::string DaemonPair::Trajectory(const std::string& job) {
+  // The history as the trainer keeps it; fields that measure time differ between equal runs.
+  std::ifstream file(absl::StrCat(data_dir(Half::kTrainer), "/jobs/", job, "/history.jsonl"));
+  std::string trajectory, line;
+  while (std::getline(file, line)) {
+    nlohmann::json row = nlohmann::json::parse(line, nullptr, false);
+    if (row.is_discarded()) return "not JSON: " + line;
+    for (auto it = row.begin(); it != row.end();) {
+      const std::string& name = it.key();
+      const bool is_time = name.find("time") != std::string::npos || name.find("second") != std::string::npos;
+      it = is_time ? row.erase(it) : std::next(it);
+    }
+    trajectory += row.dump() + "\n";
+  }
+  return trajectory;
+}
+
+GenerateResult GenerateText(v1::RolloutService::Stub* rollout, const std::string& prompt, const v1::SamplingParams& sampling,
+                            int group_size, const std::string& job, absl::Duration timeout) {
+  GenerateResult result;
+  const auto members = static_cast<std::size_t>(group_size);
+  result.ids.resize(members);
+  result.rollout_logprobs.resize(members);
+  result.texts.resize(members);
+  auto context = ContextFor(timeout);
+  auto stream = rollout->Generate(context.get());
+  v1::GenerateRequest request;
+  request.mutable_header()->set_job(job);
+  request.mutable_header()->set_mode(v1::SCHEDULE_MODE_SHARED);
+  request.mutable_header()->set_num_groups(1);
+  request.mutable_header()->set_return_text(true);
+  stream->Write(request);
+  request.mutable_group()->set_group_size(static_cast<std::uint32_t>(group_size));
+  *request.mutable_group()->mutable_sampling() = sampling;
+  stream->Write(request);
+  request.mutable_prompt()->set_text(prompt);
+  stream->Write(request);
+  request.mutable_run();
+  stream->Write(request);
+  stream->WritesDone();
+  v1::GenerateResponse response;
+  while (stream->Read(&response)) {
+    const std::size_t member = response.member_index();
+    if (member < members && response.has_tokens()) {
+      const auto& tokens = response.tokens();
+      result.ids[member].insert(result.ids[member].end(), tokens.ids().begin(), tokens.ids().end());
+      auto& logprobs = result.rollout_logprobs[member];
+      logprobs.insert(logprobs.end(), tokens.rollout_logprobs().begin(), tokens.rollout_logprobs().end());
+      result.texts[member] += tokens.text();
+    } else if (member < members && response.has_finished()) {
+      result.texts[member] += response.finished().text();
+    }
+    result.responses.push_back(response);
+  }
+  result.status = stream->Finish();
+  return result;
+}
+
+}  // namespace tandem

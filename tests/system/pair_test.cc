@@ -1,0 +1,220 @@
+// The two real daemons over a tiny model on disk: they share one copy of the weights and the reward rises.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_split.h"
+#include "common/base/units.h"
+#include "common/rpc/channel.h"
+#include "nlohmann/json.hpp"
+#include "tests/support/tiny_model.h"
+#include "tests/system/daemon_pair.h"
+#include "tests/system/system_jobs.h"
+
+namespace tandem {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::string TinyModelDirectory(const std::string& name, TinyModelOptions options = {}) {
+  const std::string directory = ::testing::TempDir() + "/" + name;
+  std::filesystem::remove_all(directory);
+  const absl::StatusOr<std::string> path = WriteTinyModel(directory, options);
+  EXPECT_TRUE(path.ok()) << path.status();
+  return *path;
+}
+
+std::unique_ptr<DaemonPair> StartPair(const std::string& name, std::vector<std::string> flags = {}) {
+  DaemonPairOptions options;
+  options.directory = ::testing::TempDir() + "/" + name;
+  options.model = TinyModelDirectory(name + "_model");
+  options.flags = std::move(flags);
+  auto pair = std::make_unique<DaemonPair>(options);
+  pair->Start(Half::kRollout);
+  pair->Start(Half::kTrainer);
+  EXPECT_TRUE(pair->WaitReady(Half::kRollout, absl::Seconds(60))) << pair->log(Half::kRollout);
+  EXPECT_TRUE(pair->WaitReady(Half::kTrainer, absl::Seconds(60))) << pair->log(Half::kTrainer);
+  return pair;
+}
+
+struct Mapping {
+  std::string name;
+  std::string inode;
+  std::uint64_t resident_bytes = 0;
+  bool is_shared = false;
+};
+std::vector<Mapping> MappingsOf(pid_t pid) {
+  std::vector<Mapping> mappings;
+  std::ifstream file(absl::StrCat("/proc/", pid, "/smaps"));
+  std::string line;
+  while (std::getline(file, line)) {
+    const std::vector<std::string> words = absl::StrSplit(line, ' ', absl::SkipEmpty());
+    if (words.size() >= 5 && words[0].find('-') != std::string::npos && words[0].back() != ':') {
+      mappings.push_back({words.size() > 5 ? words[5] : "", words[4], 0, words[1][3] == 's'});
+    } else if (words.size() >= 2 && words[0] == "Rss:" && !mappings.empty()) {
+      std::uint64_t kib = 0;
+      EXPECT_TRUE(absl::SimpleAtoi(words[1], &kib));
+      mappings.back().resident_bytes += kib * kKiB;
+    }
+  }
+  return mappings;
+}
+std::set<std::string> PoolInodes(pid_t pid) {
+  std::set<std::string> inodes;
+  for (const Mapping& mapping : MappingsOf(pid)) {
+    if (mapping.name.rfind("/memfd:", 0) == 0 && mapping.is_shared) inodes.insert(mapping.inode);
+  }
+  return inodes;
+}
+
+TEST(PairTest, RewardRisesAndLedgersAddUpToOnePool) {
+  auto pair = StartPair("rises");
+  const auto job = pair->Submit(TinyJob(25, 1), TinyRows(32));
+  ASSERT_TRUE(job.ok()) << job.status();
+  const auto end = pair->WaitForEnd(*job, absl::Seconds(180));
+  ASSERT_TRUE(end.ok()) << end.status() << pair->log(Half::kTrainer);
+  ASSERT_EQ(end->state(), v1::JOB_STATE_SUCCEEDED) << end->error();
+
+  v1::WatchRequest request;
+  request.set_job(*job);
+  auto context = ContextFor(absl::Seconds(10));
+  auto reader = pair->Trainer()->Watch(context.get(), request);
+  v1::WatchResponse response;
+  std::vector<v1::EvaluationMetrics> evaluations;
+  int steps = 0;
+  while (reader->Read(&response)) {
+    if (response.has_evaluation()) evaluations.push_back(response.evaluation());
+    if (response.has_step()) ++steps;
+  }
+  EXPECT_TRUE(reader->Finish().ok());
+  EXPECT_EQ(steps, 25);
+  ASSERT_EQ(evaluations.size(), 2u);
+  EXPECT_GT(evaluations.back().reward(), evaluations.front().reward() + 0.3);
+
+  // Same chunks in both processes, mapped shared: the weights exist once.
+  EXPECT_FALSE(PoolInodes(pair->pid(Half::kRollout)).empty());
+  EXPECT_EQ(PoolInodes(pair->pid(Half::kRollout)), PoolInodes(pair->pid(Half::kTrainer)));
+  std::uint64_t pool_bytes[2] = {0, 0};
+  v1::RolloutStatus rollout;
+  v1::TrainerStatus trainer;
+  auto rollout_context = ContextFor(absl::Seconds(5));
+  auto trainer_context = ContextFor(absl::Seconds(5));
+  ASSERT_TRUE(pair->Rollout()->GetStatus(rollout_context.get(), {}, &rollout).ok());
+  ASSERT_TRUE(pair->Trainer()->GetStatus(trainer_context.get(), {}, &trainer).ok());
+  int weights_entries = 0;
+  for (const auto& entry : rollout.ledger()) {
+    if (entry.in_pool()) pool_bytes[0] += entry.bytes();
+    if (entry.owner() == "weights") ++weights_entries;
+  }
+  for (const auto& entry : trainer.ledger()) {
+    if (entry.in_pool()) pool_bytes[1] += entry.bytes();
+  }
+  EXPECT_EQ(weights_entries, 1);
+  EXPECT_GT(pool_bytes[0], 0u);
+  EXPECT_EQ(pool_bytes[0], pool_bytes[1]);
+}
+
+TEST(PairTest, GenerateStreamsEqualArraysAndTheAdapterOfAFinishedJobCanBeAsked) {
+  auto pair = StartPair("generate");
+  v1::SamplingParams sampling;
+  sampling.set_temperature(1);
+  sampling.set_max_tokens(20);
+  sampling.set_seed(5);
+  const GenerateResult first = GenerateText(pair->Rollout().get(), "hello", sampling, 4);
+  ASSERT_TRUE(first.status.ok()) << first.status.error_message();
+  std::set<std::vector<std::uint32_t>> distinct;
+  for (std::size_t i = 0; i < 4; ++i) {
+    EXPECT_FALSE(first.ids[i].empty());
+    EXPECT_EQ(first.ids[i].size(), first.rollout_logprobs[i].size());
+    distinct.insert(first.ids[i]);
+  }
+  EXPECT_EQ(distinct.size(), 4u) << "each member draws with its own seed";
+  const GenerateResult again = GenerateText(pair->Rollout().get(), "hello", sampling, 4);
+  EXPECT_EQ(again.ids, first.ids) << "same seed, same completions";
+}
+
+// CASES C07 (a), and every other limit of a request: refused on arrival with the value and the limit.
+TEST(PairTest, BadRequestsAndJobsAreRefusedAndBothDaemonsGoOnServing) {
+  auto pair = StartPair("refusals");
+  v1::SamplingParams sampling;
+  sampling.set_temperature(-1);
+  sampling.set_max_tokens(4);
+  GenerateResult result = GenerateText(pair->Rollout().get(), "x", sampling, 1);
+  EXPECT_EQ(result.status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_THAT(result.status.error_message(), HasSubstr("temperature"));
+  sampling.set_temperature(1);
+  sampling.set_max_tokens(100000000);
+  result = GenerateText(pair->Rollout().get(), "x", sampling, 1);
+  EXPECT_FALSE(result.status.ok());
+  EXPECT_THAT(result.status.error_message(), HasSubstr("100000000"));
+
+  // Every fault is listed at once.
+  const auto bad = pair->Submit(
+      "name: \"No Spaces\" num_steps: 0 rollout { prompts_per_step: 0 group_size: 5000 sampling { temperature: 1 max_tokens: 4 } "
+      "} "
+      "rewards { weight: 1 ended_by_itself {} } adapter { rank: 9999 alpha: -1 }",
+      TinyRows(4));
+  ASSERT_FALSE(bad.ok());
+  for (const char* field : {"name", "num_steps", "prompts_per_step", "group_size", "rank", "alpha"}) {
+    EXPECT_THAT(std::string(bad.status().message()), HasSubstr(field));
+  }
+  const auto bad_rows = pair->Submit(TinyJob(1, 1), "{\"prompt\": \"a\"}\nnot json\n");
+  ASSERT_FALSE(bad_rows.ok());
+  EXPECT_THAT(std::string(bad_rows.status().message()), HasSubstr("line 2"));
+
+  sampling.set_max_tokens(3);
+  EXPECT_TRUE(GenerateText(pair->Rollout().get(), "x", sampling, 1).status.ok());
+  const auto job = pair->Submit(TinyJob(1, 1), TinyRows(8));
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(pair->WaitForEnd(*job, absl::Seconds(60))->state(), v1::JOB_STATE_SUCCEEDED);
+}
+
+TEST(PairTest, PausedJobResumesToTheUndisturbedTrajectory) {
+  std::string trajectories[2];
+  for (int disturbed = 0; disturbed < 2; ++disturbed) {
+    auto pair = StartPair(absl::StrCat("pause", disturbed));
+    const auto job = pair->Submit(TinyJob(10, 3), TinyRows(16));
+    ASSERT_TRUE(job.ok()) << job.status();
+    if (disturbed == 1) {
+      v1::PauseRequest pause;
+      pause.set_job(*job);
+      v1::JobStatus status;
+      auto context = ContextFor(absl::Seconds(30));
+      ASSERT_TRUE(pair->Trainer()->Pause(context.get(), pause, &status).ok());
+      const absl::Time deadline = absl::Now() + absl::Seconds(30);
+      while (pair->GetJob(*job)->state() == v1::JOB_STATE_RUNNING && absl::Now() < deadline)
+        absl::SleepFor(absl::Milliseconds(20));
+      EXPECT_EQ(pair->GetJob(*job)->state(), v1::JOB_STATE_PAUSED);
+      v1::ResumeRequest resume;
+      resume.set_job(*job);
+      auto resume_context = ContextFor(absl::Seconds(30));
+      ASSERT_TRUE(pair->Trainer()->Resume(resume_context.get(), resume, &status).ok());
+    }
+    const auto end = pair->WaitForEnd(*job, absl::Seconds(120));
+    ASSERT_TRUE(end.ok()) << end.status();
+    EXPECT_EQ(end->state(), v1::JOB_STATE_SUCCEEDED) << end->error();
+    trajectories[disturbed] = pair->Trajectory(*job);
+  }
+  EXPECT_EQ(trajectories[0], trajectories[1]);
+}
+
+// CASES C46: a daemon refuses a broken model by name and ends with its own exit code.
+TEST(PairTest, MalformedModelIsRefusedByNameAtStart) {
+  DaemonPairOptions options;
+  options.directory = ::testing::TempDir() + "/malformed";
+  options.model = TinyModelDirectory("malformed_model");
+  std::filesystem::resize_file(options.model + "/model.safetensors", 1000);
+  DaemonPair pair(options);
+  pair.Start(Half::kRollout);
+  const int status = pair.Wait(Half::kRollout, absl::Seconds(30));
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 2) << status;
+  EXPECT_THAT(pair.log(Half::kRollout), HasSubstr("model.safetensors"));
+}
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,170 @@
+// Either half, or both, may die at any moment: the other lives on, the dead one comes back attached without reading the model,
+// the job ends, and its trajectory is that of the undisturbed run, bit for bit.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <filesystem>
+#include <random>
+
+#include "common/rpc/channel.h"
+#include "tests/support/tiny_model.h"
+#include "tests/system/daemon_pair.h"
+#include "tests/system/system_jobs.h"
+
+namespace tandem {
+namespace {
+
+constexpr int kSteps = 40;
+constexpr int kSeed = 11;
+constexpr int kKills = 20;
+constexpr absl::Duration kAttachLimit = absl::Seconds(5);
+constexpr Half kBoth[] = {Half::kRollout, Half::kTrainer};
+
+std::string ModelOf(const std::string& name) { return ::testing::TempDir() + "/" + name + "_model"; }
+
+std::unique_ptr<DaemonPair> StartPair(const std::string& name) {
+  DaemonPairOptions options;
+  options.directory = ::testing::TempDir() + "/" + name;
+  options.model = ModelOf(name);
+  std::filesystem::remove_all(options.model);
+  EXPECT_TRUE(WriteTinyModel(options.model, {}).ok());
+  auto pair = std::make_unique<DaemonPair>(options);
+  for (Half half : kBoth) pair->Start(half);
+  for (Half half : kBoth) EXPECT_TRUE(pair->WaitReady(half, absl::Seconds(60))) << pair->log(half);
+  return pair;
+}
+
+std::string SubmitTiny(DaemonPair* pair) {
+  const auto job = pair->Submit(TinyJob(kSteps, kSeed, 3), TinyRows(24));
+  EXPECT_TRUE(job.ok()) << job.status();
+  return job.value_or("");
+}
+
+void ExpectSucceeds(DaemonPair* pair, const std::string& job) {
+  const auto end = pair->WaitForEnd(job, absl::Seconds(240));
+  ASSERT_TRUE(end.ok()) << end.status() << "\n" << pair->log(Half::kTrainer) << pair->log(Half::kRollout);
+  EXPECT_EQ(end->state(), v1::JOB_STATE_SUCCEEDED) << end->error();
+}
+
+const std::string& UndisturbedTrajectory() {
+  static const std::string trajectory = [] {
+    auto pair = StartPair("undisturbed");
+    const std::string job = SubmitTiny(pair.get());
+    ExpectSucceeds(pair.get(), job);
+    return pair->Trajectory(job);
+  }();
+  return trajectory;
+}
+
+bool IsUnfinished(DaemonPair* pair, const std::string& job) {
+  const auto status = pair->GetJob(job);
+  return !status.ok() || status->state() == v1::JOB_STATE_RUNNING || status->state() == v1::JOB_STATE_QUEUED;
+}
+
+// Kills what `choose` names at `kKills` random moments; each time it must be attached again within the limit, with no model to
+// read.
+template <typename Choose>
+void ExpectSurvives(const std::string& name, unsigned seed, Choose choose) {
+  SCOPED_TRACE(absl::StrCat("seed ", seed));
+  auto pair = StartPair(name);
+  std::filesystem::rename(ModelOf(name), ModelOf(name) + "_hidden");
+  const std::string job = SubmitTiny(pair.get());
+  std::mt19937 random(seed);
+  absl::Duration slowest;
+  int kills = 0;
+  for (; kills < kKills && IsUnfinished(pair.get(), job); ++kills) {
+    absl::SleepFor(absl::Milliseconds(std::uniform_int_distribution<int>(0, 600)(random)));
+    const Half half = choose(random);
+    pair->Kill(half);
+    const absl::Time begin = absl::Now();
+    pair->Start(half);
+    ASSERT_TRUE(pair->WaitReady(half, kAttachLimit)) << "kill " << kills << "\n" << pair->log(half);
+    slowest = std::max(slowest, absl::Now() - begin);
+  }
+  EXPECT_EQ(kills, kKills) << "the job ended too early to be disturbed";
+  std::printf("slowest return: %s\n", absl::FormatDuration(slowest).c_str());
+  ExpectSucceeds(pair.get(), job);
+  EXPECT_EQ(pair->Trajectory(job), UndisturbedTrajectory());
+}
+
+TEST(RecoveryTest, EqualSeedsGiveEqualTrajectories) {
+  auto pair = StartPair("twin");
+  const std::string job = SubmitTiny(pair.get());
+  ExpectSucceeds(pair.get(), job);
+  EXPECT_EQ(pair->Trajectory(job), UndisturbedTrajectory());
+  EXPECT_NE(UndisturbedTrajectory().find("reward"), std::string::npos);
+}
+
+// CASES C41
+TEST(RecoveryTest, RolloutServerKilledAtRandomMomentsLeavesTheTrajectoryAlone) {
+  ExpectSurvives("kill_rollout", 1, [](std::mt19937&) { return Half::kRollout; });
+}
+
+// CASES C41, C45
+TEST(RecoveryTest, TrainerServerKilledAtRandomMomentsLeavesTheTrajectoryAlone) {
+  ExpectSurvives("kill_trainer", 2, [](std::mt19937&) { return Half::kTrainer; });
+}
+
+TEST(RecoveryTest, EitherKilledInTurnLeavesTheTrajectoryAlone) {
+  ExpectSurvives("kill_either", 3, [](std::mt19937& random) { return random() % 2 == 0 ? Half::kRollout : Half::kTrainer; });
+}
+
+// CASES C45. Nothing of the pool is left; the checkpoint is.
+TEST(RecoveryTest, BothKilledResumesFromTheCheckpoint) {
+  auto pair = StartPair("kill_both");
+  const std::string job = SubmitTiny(pair.get());
+  for (int round = 0; round < 3 && IsUnfinished(pair.get(), job); ++round) {
+    absl::SleepFor(absl::Milliseconds(900 + 400 * round));
+    for (Half half : kBoth) pair->Signal(half, SIGKILL);
+    for (Half half : kBoth) pair->Wait(half, absl::Seconds(10));
+    for (Half half : kBoth) pair->Start(half);
+    for (Half half : kBoth) ASSERT_TRUE(pair->WaitReady(half, absl::Seconds(30))) << pair->log(half);
+  }
+  ExpectSucceeds(pair.get(), job);
+  EXPECT_EQ(pair->Trajectory(job), UndisturbedTrajectory());
+}
+
+// CASES C44. A stopped peer holds things up, within a bound; nothing is lost when it goes on.
+TEST(RecoveryTest, StoppedPeerIsWaitedForAndTheTrajectoryIsUnchanged) {
+  auto pair = StartPair("stopped");
+  const std::string job = SubmitTiny(pair.get());
+  for (int round = 0; round < 4 && IsUnfinished(pair.get(), job); ++round) {
+    absl::SleepFor(absl::Milliseconds(350));
+    pair->Signal(Half::kRollout, SIGSTOP);
+    absl::SleepFor(absl::Milliseconds(700));
+    EXPECT_TRUE(pair->GetJob(job).ok()) << "the trainer answers while its peer is stopped";
+    pair->Signal(Half::kRollout, SIGCONT);
+  }
+  ExpectSucceeds(pair.get(), job);
+  EXPECT_EQ(pair->Trajectory(job), UndisturbedTrajectory());
+}
+
+// CASES C36, C40: fifty phase switches and versions leave no descriptor, mapping or memory behind.
+TEST(RecoveryTest, DescriptorsAndMemoryAreFlatOverFiftySwitches) {
+  auto pair = StartPair("flat");
+  const std::string job = SubmitTiny(pair.get());
+  const auto count = [](pid_t pid) {
+    int descriptors = 0;
+    for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(absl::StrCat("/proc/", pid, "/fd")))
+      ++descriptors;
+    return descriptors;
+  };
+  const auto wait_for_step = [&](std::uint32_t step) {
+    const absl::Time deadline = absl::Now() + absl::Seconds(120);
+    while (absl::Now() < deadline) {
+      const auto status = pair->GetJob(job);
+      if (status.ok() && (status->step() >= step || status->state() == v1::JOB_STATE_SUCCEEDED)) return;
+      absl::SleepFor(absl::Milliseconds(10));
+    }
+  };
+  wait_for_step(5);
+  const int before[2] = {count(pair->pid(Half::kRollout)), count(pair->pid(Half::kTrainer))};
+  ExpectSucceeds(pair.get(), job);
+  // A call under way may hold a socket or two.
+  EXPECT_LE(count(pair->pid(Half::kRollout)), before[0] + 3);
+  EXPECT_LE(count(pair->pid(Half::kTrainer)), before[1] + 3);
+}
+
+}  // namespace
+}  // namespace tandem
