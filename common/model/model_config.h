@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "common/base/status.h"
+
 namespace tandem {
 
 // Llama 3's long-context rope scaling (Llama 3.1 report, "rope_type": "llama3").
@@ -36,6 +38,9 @@ struct ModelConfig {
   int q_size() const { return num_heads * head_dim; }
   int kv_size() const { return num_kv_heads * head_dim; }
 };
+// Every size within the limits of this project and consistent with the others, so that no product of two sizes overflows an int64.
+// Errors: INVALID_ARGUMENT naming field, value and limit.
+absl::Status ValidateModelConfig(const ModelConfig& config);
 
 // The linear layers that an adapter may sit on, in the order of slots and checkpoints.
 enum class LinearKind { kQProj, kKProj, kVProj, kOProj, kGateProj, kUpProj, kDownProj };
