@@ -188,13 +188,5 @@ TEST(PrintingTest, LedgerIsSortedAndTotalsWhatLiesInThePool) {
   EXPECT_THAT(table, HasSubstr("4.0 MiB"));
 }
 
-TEST(UnitsTest, BytesParseAndPrint) {
-  EXPECT_EQ(*ParseBytes("1.5GiB"), kGiB + kGiB / 2);
-  EXPECT_EQ(*ParseBytes("64 MiB"), 64 * kMiB);
-  EXPECT_EQ(*ParseBytes("1048576"), kMiB);
-  for (const char* bad : {"", "MiB", "-1", "1 GB", "1e30GiB", "nan"}) EXPECT_FALSE(ParseBytes(bad).ok()) << bad;
-  EXPECT_EQ(FormatBytes(kGiB + kGiB / 2), "1.5 GiB");
-}
-
 }  // namespace
 }  // namespace tandem
