@@ -1,0 +1,126 @@
+// rollout_server: generates completions over the pool that it shares with trainer_server. This file only puts the rooms together.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/flags/flag.h"
+#include "common/base/log.h"
+#include "common/base/units.h"
+#include "common/model/model_source.h"
+#include "common/model/prompt_encoder.h"
+#include "common/rpc/daemon.h"
+#include "common/sharing/pool_member.h"
+#include "rollout_server/engine/engine.h"
+#include "rollout_server/model/decoder_model.h"
+#include "rollout_server/service/rollout_service.h"
+
+ABSL_FLAG(int, block_tokens, 16, "tokens of one KV block");
+ABSL_FLAG(int, max_batch_tokens, 2048, "tokens of one step at most; longer prompts are prefilled in chunks");
+ABSL_FLAG(int, max_sequences, 256, "sequences running at a time, in each lane");
+ABSL_FLAG(int, max_waiting_sequences, 16384,
+          "sequences waiting at a time; beyond it requests are refused with RESOURCE_EXHAUSTED");
+ABSL_FLAG(int, max_streams, 64, "Generate streams at a time");
+
+namespace tandem {
+namespace {
+
+void ReportMemory(const PoolMember& pool, Metrics* metrics) {
+  for (const v1::OwnedBytes& owned : pool.RegionLedger()) {
+    metrics->SetGauge("tandem_memory_bytes", "Memory by owner", {{"owner", owned.owner()}}, static_cast<double>(owned.bytes()));
+  }
+}
+
+absl::StatusOr<int> Run(const DaemonConfig& config) {
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Metrics> metrics, Metrics::Create(config.metrics_address));
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMember> pool, PoolMember::Start(config.pool));
+  const v1::PoolManifest manifest = pool->manifest();
+  for (const v1::OwnedBytes& owned : pool->RegionLedger()) {
+    TANDEM_LOG(kInfo, "main", "ledger owner=", owned.owner(), " bytes=", owned.bytes(), " (", FormatBytes(owned.bytes()), ")");
+  }
+
+  const std::span<std::byte> model_region = pool->region(v1::REGION_KIND_MODEL);
+  const std::string_view model_bytes(reinterpret_cast<const char*>(model_region.data()),
+                                     std::min<std::uint64_t>(manifest.weights().description_bytes(), model_region.size()));
+  TANDEM_ASSIGN_OR_RETURN(const ModelDescription description, ParseModelDescription(model_bytes));
+  TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<const Tokenizer> tokenizer, Tokenizer::Create(description.tokenizer));
+  TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<const PromptEncoder> encoder, PromptEncoder::Create(tokenizer));
+
+  const std::span<std::byte> elastic = pool->region(v1::REGION_KIND_ELASTIC);
+  const int block_tokens = absl::GetFlag(FLAGS_block_tokens);
+  if (block_tokens < 1 || block_tokens > 1024) {
+    return absl::InvalidArgumentError(absl::StrCat("--block_tokens=", block_tokens, " is not in 1 to 1024"));
+  }
+  const std::uint64_t block_bytes = DecoderModel::BlockBytes(description.config, block_tokens);
+  const auto num_blocks = static_cast<int>(std::min<std::uint64_t>(elastic.size() / block_bytes, 1 << 24));
+  const WeightLayout layout = WeightLayout::Create(description.config, description.format);
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<DecoderModel> model,
+                          DecoderModel::Create(description.config, layout, pool->region(v1::REGION_KIND_WEIGHTS).data(), elastic,
+                                               {.block_tokens = block_tokens, .num_blocks = num_blocks}));
+  TANDEM_LOG(kInfo, "main", "kv_cache blocks=", num_blocks, " block_tokens=", block_tokens,
+             " tokens=", std::int64_t{num_blocks} * block_tokens, " bytes=", FormatBytes(num_blocks * block_bytes));
+
+  EngineOptions engine_options;
+  engine_options.num_blocks = num_blocks;
+  engine_options.block_tokens = block_tokens;
+  engine_options.max_batch_tokens = absl::GetFlag(FLAGS_max_batch_tokens);
+  engine_options.max_sequences = absl::GetFlag(FLAGS_max_sequences);
+  engine_options.max_waiting_sequences = absl::GetFlag(FLAGS_max_waiting_sequences);
+  engine_options.vocab_size = description.config.vocab_size;
+  engine_options.end_token_ids = description.config.end_token_ids;
+  engine_options.model_digest = manifest.weights().model_digest();
+  engine_options.lease_epoch = pool->lease().epoch();
+  engine_options.is_paused = !pool->holds_elastic();
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
+                          Engine::Create(std::move(engine_options), model.get(), tokenizer, metrics.get()));
+
+  RolloutServiceOptions service_options;
+  service_options.limits = {.vocab_size = description.config.vocab_size,
+                            .max_positions = description.config.max_positions,
+                            .pool_tokens = static_cast<std::uint64_t>(num_blocks) * block_tokens,
+                            .max_sequences = static_cast<std::uint64_t>(absl::GetFlag(FLAGS_max_waiting_sequences))};
+  service_options.config = description.config;
+  service_options.device = manifest.device_uuid();
+  service_options.trainer_region = pool->region(v1::REGION_KIND_TRAINER_STANDING);
+  service_options.trainer_region_begin_bytes = pool->offset_of(service_options.trainer_region.data());
+  service_options.max_streams = absl::GetFlag(FLAGS_max_streams);
+  RolloutService service(std::move(service_options), engine.get(), encoder,
+                         [&pool] { return PoolReport{.ledger = pool->RegionLedger(), .lease_epoch = pool->lease().epoch()}; });
+
+  PoolEvents events;
+  events.on_peer_attached = [](v1::Role, int pid) { TANDEM_LOG(kInfo, "main", "trainer attached pid=", pid); };
+  events.on_peer_lost = [&](v1::Role) {
+    TANDEM_LOG(kWarning, "main", "trainer lost");
+    if (const absl::Status status = engine->PeerLost(); !status.ok()) TANDEM_LOG(kError, "main", status.ToString());
+  };
+  events.on_yield_elastic = [&](v1::StreamMode mode, absl::Time deadline) { return engine->YieldElastic(mode, deadline); };
+  events.on_elastic_returned = [&] {
+    ReportMemory(*pool, metrics.get());
+    if (const absl::Status status = engine->ReturnElastic(pool->lease().epoch()); !status.ok()) {
+      TANDEM_LOG(kError, "main", status.ToString());
+    }
+  };
+  ReportMemory(*pool, metrics.get());
+  return Daemon::Serve(
+      config, metrics.get(), {&service, pool->service()}, [&](int) { pool->Offer(events); }, [&] { return engine->error(); },
+      [&] {
+        pool->Stop();
+        engine->Stop();
+      });
+}
+
+}  // namespace
+}  // namespace tandem
+
+int main(int argc, char** argv) {
+  const tandem::DaemonConfig config = tandem::Daemon::ParseFlags(argc, argv, "rollout_server", tandem::v1::ROLE_ROLLOUT,
+                                                                 "127.0.0.1:7071", "127.0.0.1:9091", "127.0.0.1:7070");
+  const absl::StatusOr<int> code = tandem::Run(config);
+  if (code.ok()) return *code;
+  TANDEM_LOG(kError, "main", "could not start: ", code.status().ToString());
+  return 2;
+}

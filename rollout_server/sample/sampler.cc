@@ -1,0 +1,166 @@
+#include "rollout_server/sample/sampler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "common/base/random.h"
+#include "rollout_server/sample/softmax.h"
+
+namespace tandem {
+namespace {
+
+// The first index whose running sum passes `target`, by tiles and then within one. Zeros are never drawn.
+std::size_t InvertCdf(std::span<const float> weights, const std::vector<double>& tile_sums, double target) {
+  double before = 0;
+  for (std::size_t tile = 0; tile < tile_sums.size(); ++tile) {
+    const bool is_last = tile + 1 == tile_sums.size();
+    if (!is_last && before + tile_sums[tile] <= target) {
+      before += tile_sums[tile];
+      continue;
+    }
+    const std::size_t begin = tile * kSoftmaxTile;
+    const std::size_t end = std::min(begin + kSoftmaxTile, weights.size());
+    double sum = before;
+    for (std::size_t i = begin; i < end; ++i) {
+      sum += double{weights[i]};
+      if (sum > target && weights[i] > 0) return i;
+    }
+    before += tile_sums[tile];
+    if (!is_last && before > target) {  // rounding left the target just past the tile's last weight
+      for (std::size_t i = end; i > begin; --i) {
+        if (weights[i - 1] > 0) return i - 1;
+      }
+    }
+  }
+  // The target lies past the last positive weight, by rounding.
+  std::size_t last = weights.size() - 1;
+  while (last > 0 && weights[last] == 0) --last;
+  return last;
+}
+
+}  // namespace
+
+absl::StatusOr<DrawnToken> Sampler::Draw(const DrawInput& input) {
+  const SamplingParams& params = *input.params;
+  const RowMaximum raw = FindMaximum(input.logits);
+  if (raw.has_nan || !std::isfinite(raw.value)) {
+    return absl::InternalError(absl::StrCat(raw.has_nan ? "NaN logits" : "logits with largest value ",
+                                            raw.has_nan ? "" : absl::StrCat(raw.value), " at completion position ",
+                                            input.position));
+  }
+  exponentials_.resize(input.logits.size());
+  const double raw_total = Exponentiate(input.logits, raw.value, 1.0f, exponentials_, &tile_sums_);
+  const double raw_log_total = std::log(raw_total) + double{raw.value};
+  const auto raw_logprob = [&](std::uint32_t id) { return static_cast<float>(double{input.logits[id]} - raw_log_total); };
+
+  std::span<const float> logits = input.logits;
+  float maximum = raw.value;
+  if (params.penalises()) {
+    logits = Penalise(input);
+    const RowMaximum penalised = FindMaximum(logits);
+    if (penalised.has_nan || !std::isfinite(penalised.value)) {
+      return absl::InternalError(absl::StrCat("logits with largest value ", penalised.value,
+                                              " after penalties at completion position ", input.position));
+    }
+    maximum = penalised.value;
+  }
+  DrawnToken drawn;
+  if (params.temperature == 0) {
+    drawn.id = static_cast<std::uint32_t>(std::find(logits.begin(), logits.end(), maximum) - logits.begin());
+    drawn.raw_logprob = raw_logprob(drawn.id);
+    return drawn;
+  }
+  const auto inverse_temperature = static_cast<float>(1.0 / params.temperature);
+  double total = raw_total;
+  if (params.temperature != 1 || params.penalises()) {
+    total = Exponentiate(logits, maximum, inverse_temperature, exponentials_, &tile_sums_);
+  }
+  const double uniform = RandomUniform(input.seed, input.position);
+  double mass = 1;
+  if (params.truncates()) {
+    mass = Truncate(logits, params, total);
+    double target = uniform * mass * total;
+    std::size_t chosen = 0;
+    for (; chosen + 1 < candidates_.size(); ++chosen) {
+      target -= double{exponentials_[candidates_[chosen].id]};
+      if (target < 0) break;
+    }
+    drawn.id = candidates_[chosen].id;
+  } else {
+    drawn.id = static_cast<std::uint32_t>(InvertCdf(exponentials_, tile_sums_, uniform * total));
+  }
+  const double exponent = double{(logits[drawn.id] - maximum) * inverse_temperature};
+  drawn.rollout_logprob = static_cast<float>(exponent - std::log(total) - std::log(mass));
+  drawn.raw_logprob = raw_logprob(drawn.id);
+  drawn.kept_mass = static_cast<float>(mass);
+  return drawn;
+}
+
+std::span<const float> Sampler::Penalise(const DrawInput& input) {
+  penalised_.assign(input.logits.begin(), input.logits.end());
+  is_seen_.assign(input.logits.size(), 0);
+  const auto repetition = static_cast<float>(input.params->repetition_penalty);
+  const auto presence = static_cast<float>(input.params->presence_penalty);
+  constexpr std::uint8_t kInText = 1;
+  constexpr std::uint8_t kInCompletion = 2;
+  for (std::uint32_t id : input.prompt) is_seen_[id] |= kInText;
+  for (std::uint32_t id : input.completion) is_seen_[id] |= kInText | kInCompletion;
+  const auto penalise = [&](std::uint32_t id) {
+    if (is_seen_[id] == 0) return;
+    float& logit = penalised_[id];
+    logit = logit > 0 ? logit / repetition : logit * repetition;  // Keskar et al. 2019 (1909.05858), section 4.1
+    if ((is_seen_[id] & kInCompletion) != 0) logit -= presence;
+    is_seen_[id] = 0;  // once a token, however often it stands there
+  };
+  for (std::uint32_t id : input.prompt) penalise(id);
+  for (std::uint32_t id : input.completion) penalise(id);
+  return penalised_;
+}
+
+// The `count` largest logits into candidates_, sorted; equal logits by id.
+void Sampler::SortLargest(std::span<const float> logits, std::size_t count) {
+  candidates_.resize(logits.size());
+  for (std::size_t i = 0; i < logits.size(); ++i) candidates_[i] = {.logit = logits[i], .id = static_cast<std::uint32_t>(i)};
+  const auto is_before = [](const Candidate& a, const Candidate& b) {
+    return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+  };
+  if (count < candidates_.size()) {
+    std::nth_element(candidates_.begin(), candidates_.begin() + count, candidates_.end(), is_before);
+    candidates_.resize(count);
+  }
+  std::sort(candidates_.begin(), candidates_.end(), is_before);
+}
+
+double Sampler::Truncate(std::span<const float> logits, const SamplingParams& params, double total) {
+  const auto weight = [&](const Candidate& candidate) { return double{exponentials_[candidate.id]}; };
+  const auto sum = [&] {
+    return std::accumulate(candidates_.begin(), candidates_.end(), 0.0,
+                           [&](double before, const Candidate& candidate) { return before + weight(candidate); });
+  };
+  const std::size_t top_k = params.top_k == 0 ? logits.size() : std::min<std::size_t>(params.top_k, logits.size());
+  // Most rows need few tokens for top-p: look at more only when those are too light.
+  std::size_t count = params.top_p < 1 ? std::min<std::size_t>(top_k, 1024) : top_k;
+  SortLargest(logits, count);
+  if (params.top_p < 1) {
+    double top_k_mass = total;
+    if (top_k < logits.size()) {
+      if (count < top_k) SortLargest(logits, count = top_k);
+      top_k_mass = sum();
+    } else if (sum() < params.top_p * total) {
+      SortLargest(logits, top_k);
+    }
+    // A token stays while what stands before it is lighter than top_p; the first always stays.
+    double before = 0;
+    std::size_t kept = 0;
+    while (kept < candidates_.size() && (kept == 0 || before < params.top_p * top_k_mass)) before += weight(candidates_[kept++]);
+    candidates_.resize(kept);
+  }
+  if (params.min_p > 0) {
+    const double least = params.min_p * weight(candidates_.front());
+    while (candidates_.size() > 1 && weight(candidates_.back()) < least) candidates_.pop_back();
+  }
+  return std::min(1.0, sum() / total);
+}
+
+}  // namespace tandem
