@@ -37,6 +37,26 @@ target_link_options(tandem_torch_sdk INTERFACE -Wl,--allow-shlib-undefined)
 target_link_libraries(tandem_torch_sdk INTERFACE -Wl,--no-as-needed ${torch_libs} -Wl,--as-needed Threads::Threads)
 set(CMAKE_BUILD_RPATH ${torch_root}/lib)    # torch's own RPATH finds ../../nvidia/*/lib from there
 
+# Chat templates: llama.cpp's Jinja engine (MIT), compiled where fetch_deps.py laid it out. C++17 code of others: none of our warnings.
+set(jinja_root ${TANDEM_DEPS}/llama_jinja)
+if(NOT EXISTS ${jinja_root}/common/jinja/runtime.cpp)
+  message(FATAL_ERROR "No llama_jinja in '${TANDEM_DEPS}': run tools/fetch_deps.py --dest DIR and pass -DTANDEM_DEPS=DIR")
+endif()
+add_library(tandem_jinja STATIC
+  ${jinja_root}/common/jinja/caps.cpp
+  ${jinja_root}/common/jinja/lexer.cpp
+  ${jinja_root}/common/jinja/parser.cpp
+  ${jinja_root}/common/jinja/runtime.cpp
+  ${jinja_root}/common/jinja/string.cpp
+  ${jinja_root}/common/jinja/value.cpp
+  ${jinja_root}/common/json.cpp
+  ${jinja_root}/common/unicode.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/jinja/ggml_abort.cc)
+add_library(tandem::jinja ALIAS tandem_jinja)
+set_target_properties(tandem_jinja PROPERTIES CXX_STANDARD 17 CXX_CLANG_TIDY "")
+target_compile_options(tandem_jinja PRIVATE -w)
+target_include_directories(tandem_jinja SYSTEM PUBLIC ${jinja_root}/common PRIVATE ${jinja_root}/vendor ${jinja_root}/ggml/include)
+
 if(TANDEM_CUDA)
   set(fi ${TANDEM_DEPS}/flashinfer/data)
   add_library(tandem_flashinfer INTERFACE)
