@@ -27,8 +27,9 @@ struct DaemonConfig {
 
 class Daemon {
  public:
-  // Parses flags (--listen --metrics --peer --run_dir --data_dir --model --device --pool_bytes --chunk_bytes --standing_bytes
-  // --strict_leases --start_timeout --log_level) and starts the log. Exits with 1 on a bad flag.
+  // Parses flags (--listen --metrics --peer --run_dir --data_dir --model --device --pool_bytes --chunk_bytes
+  // --rollout_standing_bytes --trainer_standing_bytes --strict_leases --start_timeout --holder_timeout --kill_silent_holder
+  // --log_level), makes the data folder and starts the log. Exits with 1 on a bad flag.
   static DaemonConfig ParseFlags(int argc, char** argv, const std::string& program, v1::Role role,
                                  const std::string& default_listen, const std::string& default_metrics,
                                  const std::string& default_peer);

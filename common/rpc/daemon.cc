@@ -1,0 +1,168 @@
+#include "common/rpc/daemon.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <system_error>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/strings/match.h"
+#include "absl/time/clock.h"
+#include "common/base/check.h"
+#include "common/base/log.h"
+#include "common/base/units.h"
+#include "grpcpp/ext/proto_server_reflection_plugin.h"
+#include "grpcpp/health_check_service_interface.h"
+
+ABSL_FLAG(std::string, listen, "",
+          "gRPC address; port 0 picks one. Default 127.0.0.1:7071 (rollout_server), :7072 (trainer_server)");
+ABSL_FLAG(std::string, metrics, "", "address of /metrics; 'off': not served");
+ABSL_FLAG(std::string, peer, "", "gRPC address of the other daemon of the pair");
+ABSL_FLAG(std::string, run_dir, "",
+          "lock and sockets of the pair, the same for both; default $XDG_RUNTIME_DIR/tandem or /tmp/tandem-UID");
+ABSL_FLAG(std::string, data_dir, "", "jobs and checkpoints; default $HOME/.local/share/tandem/PROGRAM");
+ABSL_FLAG(std::string, model, "", "model directory or GGUF file; read only by the daemon that makes the pool");
+ABSL_FLAG(std::string, device, "auto", "auto or cpu");
+ABSL_FLAG(std::string, pool_bytes, "0",
+          "size of the pool ('3GiB'); 0: what model and standing regions need, and 1.5 GiB elastic");
+ABSL_FLAG(std::string, chunk_bytes, "0", "size of a chunk; 0: 64 MiB for pools below 8 GiB, else 256 MiB");
+ABSL_FLAG(std::string, rollout_standing_bytes, "0", "the rollout server's standing region; 0: 64 MiB");
+ABSL_FLAG(std::string, trainer_standing_bytes, "0", "the trainer's standing region: adapter slots, masters, moments; 0: 256 MiB");
+ABSL_FLAG(bool, strict_leases, false, "protect the elastic range while it is not leased, so that a stray access dies at once");
+ABSL_FLAG(absl::Duration, start_timeout, absl::Minutes(10), "how long to wait for a peer that is loading weights");
+ABSL_FLAG(absl::Duration, holder_timeout, absl::Minutes(2), "silence after which a stopped lease holder is reported");
+ABSL_FLAG(bool, kill_silent_holder, false, "kill such a holder and take its memory back");
+ABSL_FLAG(std::string, log_level, "info", "debug, info, warning or error");
+
+namespace tandem {
+namespace {
+
+constexpr int kMaxMessageBytes = 4 << 20;
+volatile std::sig_atomic_t stop_signal = 0;  // written by the handler alone
+
+[[noreturn]] void BadFlag(const std::string& message) {
+  std::fprintf(stderr, "%s\n", message.c_str());
+  std::exit(1);
+}
+
+std::uint64_t BytesFlag(const char* name, const std::string& text) {
+  const absl::StatusOr<std::uint64_t> bytes = ParseBytes(text);
+  if (!bytes.ok()) BadFlag(absl::StrCat("--", name, ": ", bytes.status().message()));
+  return *bytes;
+}
+
+std::string EnvironmentOr(const char* name, const std::string& fallback) {
+  const char* value = std::getenv(name);
+  return value != nullptr && *value != '\0' ? value : fallback;
+}
+
+// "127.0.0.1:0" with the port that was picked.
+std::string WithPort(const std::string& address, int port) {
+  return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
+}
+
+}  // namespace
+
+DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& program, v1::Role role,
+                                const std::string& default_listen, const std::string& default_metrics,
+                                const std::string& default_peer) {
+  absl::SetProgramUsageMessage(absl::StrCat(program, ": one half of a Tandem pair"));
+  const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
+  if (rest.size() > 1) BadFlag(absl::StrCat("'", rest[1], "' is no flag: ", program, " takes flags only"));
+  LogLevel level = LogLevel::kInfo;
+  if (!ParseLogLevel(absl::GetFlag(FLAGS_log_level), &level))
+    BadFlag(absl::StrCat("--log_level=", absl::GetFlag(FLAGS_log_level), " is none of debug, info, warning, error"));
+  const std::string device = absl::GetFlag(FLAGS_device);
+  if (device != "auto" && device != "cpu") BadFlag(absl::StrCat("--device=", device, " is none of auto, cpu"));
+
+  const auto or_default = [](const std::string& value, const std::string& fallback) { return value.empty() ? fallback : value; };
+  DaemonConfig config;
+  config.program = program;
+  config.role = role;
+  config.listen = or_default(absl::GetFlag(FLAGS_listen), default_listen);
+  config.metrics_address = or_default(absl::GetFlag(FLAGS_metrics), default_metrics);
+  if (config.metrics_address == "off") config.metrics_address.clear();
+  config.data_dir =
+      or_default(absl::GetFlag(FLAGS_data_dir), absl::StrCat(EnvironmentOr("HOME", "/tmp"), "/.local/share/tandem/", program));
+  config.pool.role = role;
+  config.pool.peer_address = or_default(absl::GetFlag(FLAGS_peer), default_peer);
+  const std::string runtime_dir = EnvironmentOr("XDG_RUNTIME_DIR", "");
+  config.pool.run_dir = or_default(absl::GetFlag(FLAGS_run_dir), runtime_dir.empty() ? absl::StrCat("/tmp/tandem-", ::getuid())
+                                                                                     : absl::StrCat(runtime_dir, "/tandem"));
+  config.pool.model_path = absl::GetFlag(FLAGS_model);
+  config.pool.pool_bytes = BytesFlag("pool_bytes", absl::GetFlag(FLAGS_pool_bytes));
+  config.pool.chunk_bytes = BytesFlag("chunk_bytes", absl::GetFlag(FLAGS_chunk_bytes));
+  config.pool.rollout_standing_bytes = BytesFlag("rollout_standing_bytes", absl::GetFlag(FLAGS_rollout_standing_bytes));
+  config.pool.trainer_standing_bytes = BytesFlag("trainer_standing_bytes", absl::GetFlag(FLAGS_trainer_standing_bytes));
+  config.pool.strict_leases = absl::GetFlag(FLAGS_strict_leases);
+  config.pool.start_timeout = absl::GetFlag(FLAGS_start_timeout);
+  config.pool.holder_timeout = absl::GetFlag(FLAGS_holder_timeout);
+  config.pool.kill_silent_holder = absl::GetFlag(FLAGS_kill_silent_holder);
+
+  std::error_code error;
+  std::filesystem::create_directories(config.data_dir, error);
+  if (error) BadFlag(absl::StrCat("--data_dir=", config.data_dir, ": ", error.message()));
+  ::signal(SIGPIPE, SIG_IGN);
+  StartLog(program, level);
+  return config;
+}
+
+int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const std::vector<grpc::Service*>& services,
+                  const std::function<void(int grpc_port)>& started, const std::function<absl::Status()>& failed,
+                  const std::function<void()>& stop) {
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort(config.listen, grpc::InsecureServerCredentials(), &port);
+  builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  builder.SetMaxSendMessageSize(kMaxMessageBytes);
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a second daemon on the address must fail, not share it
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);  // MakeChannel pings every 30 s
+  for (grpc::Service* service : services) builder.RegisterService(service);
+  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  if (server == nullptr || port == 0) {
+    TANDEM_LOG(kError, "daemon", "cannot listen at ", config.listen, ": is the address local, and free?");
+    stop();
+    return 2;
+  }
+  if (!absl::StartsWith(config.listen, "127.") && !absl::StartsWith(config.listen, "localhost:") &&
+      !absl::StartsWith(config.listen, "[::1]:") && !absl::StartsWith(config.listen, "unix:"))
+    TANDEM_LOG(kWarning, "daemon", "listening beyond the loopback device without authentication: ", config.listen);
+
+  // A handler, not a blocked mask: rooms have started threads already, and any thread may be given the signal. Once only, so
+  // that a second Ctrl-C ends a shutdown that hangs.
+  struct sigaction action {};
+  action.sa_handler = [](int signal) { stop_signal = signal; };
+  action.sa_flags = SA_RESTART | SA_RESETHAND;
+  ::sigaction(SIGTERM, &action, nullptr);
+  ::sigaction(SIGINT, &action, nullptr);
+
+  TANDEM_LOG(kInfo, "daemon", "listening grpc=", WithPort(config.listen, port),
+             " metrics=", config.metrics_address.empty() ? "off" : WithPort(config.metrics_address, metrics->port()));
+  started(port);
+  absl::Status background;
+  while (stop_signal == 0) {
+    background = failed();
+    if (!background.ok()) break;
+    absl::SleepFor(absl::Milliseconds(50));
+  }
+  if (background.ok())
+    TANDEM_LOG(kInfo, "daemon", "stopping signal=", static_cast<int>(stop_signal));
+  else
+    TANDEM_LOG(kError, "daemon", "stopping after ", background.ToString());
+  server->GetHealthCheckService()->SetServingStatus(false);
+  stop();
+  server->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(3)));
+  server->Wait();
+  TANDEM_LOG(kInfo, "daemon", "stopped");
+  return background.ok() ? 0 : 3;
+}
+
+}  // namespace tandem
