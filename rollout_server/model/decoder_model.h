@@ -1,5 +1,5 @@
-// The forward pass of the rollout server: one call runs one step plan over the paged KV cache and returns logits of the rows asked
-// for. No torch type crosses this interface, so the scheduler and engine are tested without LibTorch.
+// The forward pass of the rollout server: one call runs one step plan over the paged KV cache and returns logits of the rows
+// asked for. No torch type crosses this interface, so the scheduler and engine are tested without LibTorch.
 #pragma once
 
 #include <cstddef>
@@ -24,14 +24,14 @@ struct AdapterView {
 // One step's work, ragged. Example: sequence 0 prefills 3 tokens from position 0, sequence 1 decodes its 9th token:
 //   token_ids [a b c d], cu_query_lens [0 3 4], context_lens [3 9], positions [0 1 2 8].
 struct StepBatch {
-  std::vector<std::uint32_t> token_ids;      // [num_tokens]
-  std::vector<std::int32_t> positions;       // [num_tokens]
-  std::vector<std::int32_t> cu_query_lens;   // [num_sequences + 1]
-  std::vector<std::int32_t> context_lens;    // [num_sequences]: keys in the cache after this step
-  std::vector<std::int64_t> slot_mapping;    // [num_tokens]: block * block_tokens + offset, where K and V are written
+  std::vector<std::uint32_t> token_ids;                 // [num_tokens]
+  std::vector<std::int32_t> positions;                  // [num_tokens]
+  std::vector<std::int32_t> cu_query_lens;              // [num_sequences + 1]
+  std::vector<std::int32_t> context_lens;               // [num_sequences]: keys in the cache after this step
+  std::vector<std::int64_t> slot_mapping;               // [num_tokens]: block * block_tokens + offset, where K and V are written
   std::vector<std::vector<std::int32_t>> block_tables;  // [num_sequences][ceil(context_len / block_tokens)]
-  std::vector<std::int32_t> logit_rows;      // token rows whose logits are wanted
-  std::vector<std::int32_t> adapter_of;      // [num_sequences]: index into adapters, or -1
+  std::vector<std::int32_t> logit_rows;                 // token rows whose logits are wanted
+  std::vector<std::int32_t> adapter_of;                 // [num_sequences]: index into adapters, or -1
   std::vector<AdapterView> adapters;
 };
 
