@@ -68,7 +68,9 @@ void Engine::Stop() {
 
 EngineStatus Engine::status() const {
   MutexLock lock(&mutex_);
-  return status_;
+  EngineStatus status = status_;
+  status.queued_commands = commands_.size();
+  return status;
 }
 
 absl::Status Engine::error() const {
@@ -493,7 +495,8 @@ void Engine::PublishStatus() {
                     .waiting = status.waiting_sequences,
                     .kv_blocks_used = status.kv_blocks_used,
                     .kv_blocks = status.kv_blocks_total,
-                    .is_paused = status.is_paused});
+                    .is_paused = status.is_paused,
+                    .queued_commands = commands_.size()});
   MutexLock lock(&mutex_);
   status_ = status;
 }

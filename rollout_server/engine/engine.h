@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -55,6 +56,7 @@ struct EngineStatus {
   int waiting_sequences = 0;
   int kv_blocks_total = 0;
   int kv_blocks_used = 0;
+  std::size_t queued_commands = 0;
 };
 
 class Engine {

@@ -38,6 +38,8 @@ void EngineMetrics::SetLoad(const Load& load) {
   metrics_->SetGauge("tandem_kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", {},
                      load.kv_blocks == 0 ? 0 : static_cast<double>(load.kv_blocks_used) / load.kv_blocks);
   metrics_->SetGauge("tandem_rollout_paused", "1 while the trainer holds the elastic memory", {}, load.is_paused ? 1 : 0);
+  metrics_->SetGauge("tandem_rollout_queued_commands", "Batches, cancellations and publications that the engine has yet to see",
+                     {}, static_cast<double>(load.queued_commands));
 }
 
 void EngineMetrics::CountPrompt(std::uint32_t tokens) {

@@ -2,6 +2,7 @@
 // thread.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -22,6 +23,7 @@ class EngineMetrics {
     int kv_blocks_used = 0;
     int kv_blocks = 0;
     bool is_paused = false;
+    std::size_t queued_commands = 0;
   };
   void SetLoad(const Load& load);
   void CountPrompt(std::uint32_t tokens);

@@ -21,8 +21,8 @@ struct SamplingParams {
   double presence_penalty = 0;
   std::uint64_t seed = 0;  // members draw with DeriveSeed(seed, member_index)
   std::uint32_t max_tokens = 0;
-  std::vector<std::uint32_t> stop_token_ids;
-  std::vector<std::string> stop_strings;
+  std::vector<std::uint32_t> stop_token_ids = {};
+  std::vector<std::string> stop_strings = {};
   bool ignore_end_tokens = false;
 
   bool truncates() const { return top_k > 0 || top_p < 1 || min_p > 0; }

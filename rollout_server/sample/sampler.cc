@@ -118,48 +118,41 @@ std::span<const float> Sampler::Penalise(const DrawInput& input) {
   return penalised_;
 }
 
-// The `count` largest logits into candidates_, sorted; equal logits by id.
-void Sampler::SortLargest(std::span<const float> logits, std::size_t count) {
-  candidates_.resize(logits.size());
-  for (std::size_t i = 0; i < logits.size(); ++i) candidates_[i] = {.logit = logits[i], .id = static_cast<std::uint32_t>(i)};
-  const auto is_before = [](const Candidate& a, const Candidate& b) {
-    return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
-  };
-  if (count < candidates_.size()) {
-    std::nth_element(candidates_.begin(), candidates_.begin() + count, candidates_.end(), is_before);
-    candidates_.resize(count);
-  }
-  std::sort(candidates_.begin(), candidates_.end(), is_before);
-}
-
 double Sampler::Truncate(std::span<const float> logits, const SamplingParams& params, double total) {
+  const std::size_t vocab_size = logits.size();
+  const std::size_t top_k = params.top_k == 0 ? vocab_size : std::min<std::size_t>(params.top_k, vocab_size);
   const auto weight = [&](const Candidate& candidate) { return double{exponentials_[candidate.id]}; };
   const auto sum = [&] {
     return std::accumulate(candidates_.begin(), candidates_.end(), 0.0,
                            [&](double before, const Candidate& candidate) { return before + weight(candidate); });
   };
-  const std::size_t top_k = params.top_k == 0 ? logits.size() : std::min<std::size_t>(params.top_k, logits.size());
-  // Most rows need few tokens for top-p: look at more only when those are too light.
-  std::size_t count = params.top_p < 1 ? std::min<std::size_t>(top_k, 1024) : top_k;
-  SortLargest(logits, count);
+  // Leave out early what cannot stay, to sort little. The largest weight is 1; weights below (1 - top_p) total / V are together
+  // lighter than what top-p drops. With top-k and top-p both on, top-p needs the mass of all that top-k keeps.
+  double least = 0;
+  if (params.top_p == 1 || top_k == vocab_size) {
+    least = std::max(params.min_p, (1 - params.top_p) * total / static_cast<double>(vocab_size));
+  }
+  candidates_.clear();
+  for (std::size_t i = 0; i < vocab_size; ++i) {
+    if (double{exponentials_[i]} >= least) candidates_.push_back({.logit = logits[i], .id = static_cast<std::uint32_t>(i)});
+  }
+  const auto is_before = [](const Candidate& a, const Candidate& b) {
+    return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+  };
+  if (top_k < candidates_.size()) {
+    std::nth_element(candidates_.begin(), candidates_.begin() + top_k, candidates_.end(), is_before);
+    candidates_.resize(top_k);
+  }
+  std::sort(candidates_.begin(), candidates_.end(), is_before);
   if (params.top_p < 1) {
-    double top_k_mass = total;
-    if (top_k < logits.size()) {
-      if (count < top_k) SortLargest(logits, count = top_k);
-      top_k_mass = sum();
-    } else if (sum() < params.top_p * total) {
-      SortLargest(logits, top_k);
-    }
     // A token stays while what stands before it is lighter than top_p; the first always stays.
+    const double limit = params.top_p * (top_k < vocab_size ? sum() : total);
     double before = 0;
     std::size_t kept = 0;
-    while (kept < candidates_.size() && (kept == 0 || before < params.top_p * top_k_mass)) before += weight(candidates_[kept++]);
+    while (kept < candidates_.size() && (kept == 0 || before < limit)) before += weight(candidates_[kept++]);
     candidates_.resize(kept);
   }
-  if (params.min_p > 0) {
-    const double least = params.min_p * weight(candidates_.front());
-    while (candidates_.size() > 1 && weight(candidates_.back()) < least) candidates_.pop_back();
-  }
+  while (candidates_.size() > 1 && weight(candidates_.back()) < params.min_p) candidates_.pop_back();
   return std::min(1.0, sum() / total);
 }
 

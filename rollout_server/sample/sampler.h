@@ -13,12 +13,12 @@
 namespace tandem {
 
 struct DrawInput {
-  std::span<const float> logits;  // [vocab_size] fp32, of the raw policy
+  std::span<const float> logits = {};  // [vocab_size] fp32, of the raw policy
   const SamplingParams* params = nullptr;
   std::uint64_t seed = 0;      // of the member
   std::uint32_t position = 0;  // of the token in the completion
-  std::span<const std::uint32_t> prompt;
-  std::span<const std::uint32_t> completion;
+  std::span<const std::uint32_t> prompt = {};
+  std::span<const std::uint32_t> completion = {};
 };
 
 struct DrawnToken {
@@ -41,7 +41,6 @@ class Sampler {
   std::span<const float> Penalise(const DrawInput& input);
   // Fills candidates_ with what truncation keeps, largest first, and returns its mass.
   double Truncate(std::span<const float> logits, const SamplingParams& params, double total);
-  void SortLargest(std::span<const float> logits, std::size_t count);
 
   std::vector<float> penalised_;
   std::vector<std::uint8_t> is_seen_;

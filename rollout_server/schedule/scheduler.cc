@@ -117,15 +117,15 @@ bool Scheduler::TryAdmit(Sequence* sequence, Group* group, StepPlan* plan) {
     ReleaseBlocks(sequence);
     return false;
   }
+  if (sequence->num_computed < sequence->num_prompt_tokens() && group->kept_blocks.empty()) group->prefiller = sequence->id;
+  if (--group->num_waiting == 0) ReleaseKept(sequence->group_id, group);  // first: the last to write then needs no copy
   TANDEM_CHECK(EnsureWritable(sequence, sequence->num_tokens(), lane, plan), "admitted sequence ", sequence->id,
                " found no block");
-  if (sequence->num_computed < sequence->num_prompt_tokens() && group->kept_blocks.empty()) group->prefiller = sequence->id;
   admission.is_first = !sequence->has_started;
   plan->admissions.push_back(admission);
   sequence->is_running = sequence->has_started = true;
   state.waiting.erase(sequence->id);
   state.running.insert(std::upper_bound(state.running.begin(), state.running.end(), sequence->id), sequence->id);
-  if (--group->num_waiting == 0) ReleaseKept(sequence->group_id, group);
   return true;
 }
 

@@ -42,8 +42,8 @@ struct SchedulerOptions {
 struct GroupSpec {
   Lane lane = Lane::kShared;
   std::uint64_t unit_id = 0;  // of Lane::kUnit; units come in increasing order
-  std::string job;
-  std::shared_ptr<const std::vector<std::uint32_t>> prompt;  // never empty
+  std::string job = {};
+  std::shared_ptr<const std::vector<std::uint32_t>> prompt = {};  // never empty
   std::uint32_t group_size = 0;
 };
 
