@@ -11,11 +11,13 @@ endif()
 set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O2 -g1 -DNDEBUG")
 set(CMAKE_CUDA_FLAGS_RELWITHDEBINFO "-O2 -lineinfo -DNDEBUG")
 
-if(DEFINED ENV{TANDEM_DEPS})
-  set(TANDEM_DEPS "$ENV{TANDEM_DEPS}" CACHE PATH "Folder laid out by tools/fetch_deps.py")
+# Where deploy/install_dependencies.sh puts it.
+if(DEFINED ENV{TANDEM_CACHE})
+  set(tandem_cache "$ENV{TANDEM_CACHE}")
 else()
-  set(TANDEM_DEPS "$ENV{HOME}/.cache/tandem/deps" CACHE PATH "Folder laid out by tools/fetch_deps.py")
+  set(tandem_cache "$ENV{HOME}/.cache/tandem")
 endif()
+set(TANDEM_DEPS "${tandem_cache}/deps" CACHE PATH "Folder laid out by tools/fetch_deps.py")
 
 find_program(TANDEM_CCACHE ccache)
 if(TANDEM_CCACHE)

@@ -17,7 +17,10 @@ find_package(GTest REQUIRED)
 # LibTorch: own target, no TorchConfig. include/google is left out by fetch_deps.py (protobuf 3.13 would shadow 3.21).
 set(torch_root ${TANDEM_DEPS}/torch)
 if(NOT EXISTS ${torch_root}/lib/libtorch_cpu.so)
-  message(FATAL_ERROR "No LibTorch in '${TANDEM_DEPS}': run tools/fetch_deps.py --dest DIR and pass -DTANDEM_DEPS=DIR")
+  message(FATAL_ERROR "No LibTorch in '${TANDEM_DEPS}': run deploy/install_dependencies.sh")
+endif()
+if(TANDEM_CUDA AND NOT EXISTS ${torch_root}/lib/libtorch_cuda.so)
+  message(FATAL_ERROR "No CUDA LibTorch in '${TANDEM_DEPS}': run deploy/install_dependencies.sh --cuda, or pass -DTANDEM_CUDA=OFF")
 endif()
 if(EXISTS ${torch_root}/include/google)
   message(FATAL_ERROR "${torch_root}/include/google shadows Debian's protobuf: remove it")
@@ -40,7 +43,7 @@ set(CMAKE_BUILD_RPATH ${torch_root}/lib)    # torch's own RPATH finds ../../nvid
 # Chat templates: llama.cpp's Jinja engine (MIT), compiled where fetch_deps.py laid it out. C++17 code of others: none of our warnings.
 set(jinja_root ${TANDEM_DEPS}/llama_jinja)
 if(NOT EXISTS ${jinja_root}/common/jinja/runtime.cpp)
-  message(FATAL_ERROR "No llama_jinja in '${TANDEM_DEPS}': run tools/fetch_deps.py --dest DIR and pass -DTANDEM_DEPS=DIR")
+  message(FATAL_ERROR "No llama_jinja in '${TANDEM_DEPS}': run deploy/install_dependencies.sh")
 endif()
 add_library(tandem_jinja STATIC
   ${jinja_root}/common/jinja/caps.cpp
