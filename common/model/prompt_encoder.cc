@@ -1,0 +1,361 @@
+#include "common/model/prompt_encoder.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <exception>
+#include <iterator>
+#include <optional>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "common/base/mutex.h"
+#include "common/model/bounded_json.h"
+#include "common/model/utf8.h"
+#include "jinja/parser.h"
+#include "jinja/runtime.h"
+
+namespace tandem {
+namespace {
+
+constexpr std::size_t kMaxTemplateBytes = 1 << 20;
+constexpr std::size_t kMaxExpressionTokens = 512;   // in one {{ }} or {% %}: the engine recurses over them
+constexpr std::size_t kMaxTemplateDepth = 64;       // brackets and blocks inside each other
+constexpr std::size_t kMaxScopes = 1'000'000;       // loop turns and macro calls of one rendering
+constexpr std::size_t kMaxStackBytes = 512 * 1024;  // of one rendering: macros can call themselves
+constexpr std::size_t kMaxRenderedBytes = std::size_t{64} << 20;
+// What strftime_now tells a template: the date that Llama 3's template falls back to. A prompt must not change at midnight.
+constexpr std::time_t kTemplateTime = 1721995200;  // 2024-07-26 12:00 UTC
+
+// Roles that templates may build control tokens from ('<|' + role + '|>'); any other text in a role is content.
+constexpr auto kKnownRoles =
+    std::to_array<std::string_view>({"system", "user", "assistant", "tool", "developer", "function", "ipython", "model"});
+
+absl::Status CheckTemplate(const jinja::lexer_result& lexed) {
+  using Token = jinja::token;
+  const auto fail = [](const auto&... message) {
+    return absl::InvalidArgumentError(absl::StrCat("chat template: ", message...));
+  };
+  std::size_t num_brackets = 0;
+  std::vector<std::size_t> blocks;  // open blocks; each holds 1 + its elif branches, which nest
+  std::size_t num_blocks = 0;
+  for (std::size_t i = 0; i < lexed.tokens.size(); ++i) {
+    const Token& token = lexed.tokens[i];
+    switch (token.t) {
+      case Token::open_paren:
+      case Token::open_square_bracket:
+      case Token::open_curly_bracket:
+        ++num_brackets;
+        break;
+      case Token::close_paren:
+      case Token::close_square_bracket:
+      case Token::close_curly_bracket:
+        num_brackets -= num_brackets > 0 ? 1 : 0;
+        break;
+      case Token::open_expression:
+      case Token::open_statement: {
+        num_brackets = 0;
+        std::size_t end = i + 1;
+        bool assigns = false;
+        while (end < lexed.tokens.size() && lexed.tokens[end].t != Token::close_expression &&
+               lexed.tokens[end].t != Token::close_statement) {
+          assigns = assigns || lexed.tokens[end].t == Token::equals;
+          ++end;
+        }
+        if (end - i > kMaxExpressionTokens) {
+          return fail("an expression of ", end - i, " tokens at byte ", token.pos, ", at most ", kMaxExpressionTokens);
+        }
+        if (token.t == Token::open_expression || end == i + 1) break;
+        const std::string& word = lexed.tokens[i + 1].value;
+        if (word == "if" || word == "for" || word == "macro" || word == "call" || word == "filter" ||
+            (word == "set" && !assigns)) {
+          blocks.push_back(1);
+          ++num_blocks;
+        } else if (word == "elif" && !blocks.empty()) {
+          ++blocks.back();
+          ++num_blocks;
+        } else if (word.starts_with("end") && word != "endgeneration" && !blocks.empty()) {
+          num_blocks -= blocks.back();
+          blocks.pop_back();
+        }
+        break;
+      }
+      default:
+        break;
+    }
+    if (num_brackets + num_blocks > kMaxTemplateDepth) {
+      return fail("nested deeper than ", kMaxTemplateDepth, " levels at byte ", token.pos);
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::uintptr_t StackAddress() { return reinterpret_cast<std::uintptr_t>(__builtin_frame_address(0)); }
+
+// The engine has no limits of its own. It copies every variable into each new scope (a loop's turn, a macro's call) and asks each
+// variable's name whether it can be a key: a name that counts is told of every scope.
+class RenderBudget final : public jinja::value_string_t {
+ public:
+  explicit RenderBudget(std::uintptr_t stack_begin)
+      : jinja::value_string_t(std::string("tandem_budget")), stack_begin_(stack_begin) {}
+  bool is_hashable() const override {
+    const std::uintptr_t here = StackAddress();
+    if (std::max(here, stack_begin_) - std::min(here, stack_begin_) > kMaxStackBytes)
+      throw jinja::raised_exception("it calls itself too deeply");
+    if (++num_scopes_ > kMaxScopes) throw jinja::raised_exception(absl::StrCat("it takes more than ", kMaxScopes, " steps"));
+    return true;
+  }
+
+ private:
+  const std::uintptr_t stack_begin_;
+  mutable std::size_t num_scopes_ = 0;
+};
+
+// The engine wraps the words of raise_exception in a trace with an excerpt of the template.
+std::string WordsOf(const std::exception& exception) {
+  std::string words = exception.what();
+  for (const std::string_view before : {"Error: Jinja Exception: ", "Error: "}) {
+    const std::size_t at = words.rfind(before);
+    if (at != std::string::npos) return words.substr(at + before.size());
+  }
+  return words;
+}
+
+// A rendering: text, and which bytes of it the template wrote.
+struct MarkedText {
+  std::string text;
+  std::vector<TextRange> template_ranges;
+};
+
+class TemplatePromptEncoder final : public PromptEncoder {
+ public:
+  explicit TemplatePromptEncoder(std::shared_ptr<const Tokenizer> tokenizer) : tokenizer_(std::move(tokenizer)) {}
+  absl::Status ParseTemplate();
+  void FindMarks();
+
+  absl::StatusOr<std::string> Render(const std::vector<ChatMessage>& messages, bool add_generation_prompt) const override {
+    TANDEM_ASSIGN_OR_RETURN(MarkedText rendered, RenderMarked(messages, add_generation_prompt, std::string()));
+    return std::move(rendered.text);
+  }
+  absl::StatusOr<std::vector<TokenId>> EncodeChat(const std::vector<ChatMessage>& messages,
+                                                  bool add_generation_prompt) const override;
+  std::vector<TokenId> EncodeText(std::string_view text) const override {
+    std::vector<TokenId> ids = tokenizer_->spec().prefix_ids;
+    const std::vector<TokenId> text_ids = tokenizer_->Encode(text, ControlTokens::kLiteral);
+    ids.insert(ids.end(), text_ids.begin(), text_ids.end());
+    return ids;
+  }
+
+ private:
+  absl::StatusOr<MarkedText> RenderMarked(const std::vector<ChatMessage>& messages, bool add_generation_prompt,
+                                          const std::string& guard) const;
+  std::string Guarded(std::string_view text, const std::string& guard) const;
+  std::vector<TokenId> ControlTokensOf(const std::vector<TokenId>& ids) const;
+  bool HasMarks(std::string_view text) const { return text.find_first_of(marks_) != std::string_view::npos; }
+
+  const std::shared_ptr<const Tokenizer> tokenizer_;
+  std::optional<jinja::program> program_;
+  std::vector<bool> is_control_;  // by id
+  std::vector<std::string_view> control_texts_;
+  std::string marks_;  // the punctuation that control tokens are made of: "<|_>"
+  std::optional<TokenId> start_token_;
+  mutable Mutex render_mutex_;  // strftime_now uses localtime's static buffer
+};
+
+absl::Status TemplatePromptEncoder::ParseTemplate() {
+  const std::string& source = tokenizer_->spec().chat_template;
+  if (source.empty()) return absl::OkStatus();
+  if (source.size() > kMaxTemplateBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("chat template: ", source.size(), " bytes, at most ", kMaxTemplateBytes));
+  }
+  try {
+    const jinja::lexer_result lexed = jinja::lexer().tokenize(source);
+    TANDEM_RETURN_IF_ERROR(CheckTemplate(lexed));
+    program_.emplace(jinja::parse_from_tokens(lexed));
+  } catch (const std::exception& exception) {
+    return absl::InvalidArgumentError(absl::StrCat("chat template does not parse: ", exception.what()));
+  }
+  return absl::OkStatus();
+}
+
+void TemplatePromptEncoder::FindMarks() {
+  const TokenizerSpec& spec = tokenizer_->spec();
+  is_control_.resize(spec.tokens.size(), false);
+  for (const AddedToken& added : spec.added_tokens) {
+    if (added.text == spec.bos_text) start_token_ = added.id;
+    if (!added.is_special) continue;
+    is_control_[added.id] = true;
+    control_texts_.push_back(added.text);
+    for (const char c : added.text) {
+      const bool is_word = (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == ' ';
+      if (!is_word && static_cast<unsigned char>(c) < 0x80 && marks_.find(c) == std::string::npos) marks_.push_back(c);
+    }
+  }
+}
+
+// Note [Content never becomes control tokens]
+//
+// The engine tells for each part of its output whether it came from the messages, and EncodeMarked takes control tokens only
+// from the rest. But some of its functions forget the origin (split, join, tojson, an index), and templates use them:
+// content.split('</think>')[0]. So, where a message holds punctuation that control tokens are made of,
+//  1. a guard, a noncharacter that no message has, is put inside each control token's text in the messages; whatever part such a
+//     text ends up in, its two halves lie in two ranges; the guard is taken out again with the ranges already cut;
+//  2. the same messages are rendered with guards instead of that punctuation: the control tokens must be the same ones. If not,
+//  the
+//     template has built one out of content, and the messages are refused.
+std::string TemplatePromptEncoder::Guarded(std::string_view text, const std::string& guard) const {
+  std::string guarded;
+  if (guard.empty()) return std::string(text);
+  while (!text.empty()) {
+    for (const std::string_view control : control_texts_) {
+      if (!text.starts_with(control)) continue;
+      const std::size_t first = FirstUtf8Piece(text).size;
+      guarded.append(text.substr(0, first)).append(guard);
+      text.remove_prefix(first);
+      break;
+    }
+    if (text.empty()) break;
+    guarded.push_back(text.front());
+    text.remove_prefix(1);
+  }
+  return guarded;
+}
+
+absl::StatusOr<MarkedText> TemplatePromptEncoder::RenderMarked(const std::vector<ChatMessage>& messages,
+                                                               bool add_generation_prompt, const std::string& guard) const {
+  if (!program_.has_value()) return absl::FailedPreconditionError("the model has no chat template: give the prompt as text");
+  const TokenizerSpec& spec = tokenizer_->spec();
+  const auto to_value = [&](const std::string& text, bool is_input) {
+    auto value = jinja::mk_val<jinja::value_string>(is_input ? Guarded(text, guard) : text);
+    if (is_input) value->mark_input();
+    return value;
+  };
+  jinja::value_string output;
+  try {
+    MutexLock lock(&render_mutex_);
+    jinja::context context(spec.chat_template);
+    context.current_time = kTemplateTime;
+    auto list = jinja::mk_val<jinja::value_array>();
+    for (const ChatMessage& message : messages) {
+      const bool is_known = std::find(kKnownRoles.begin(), kKnownRoles.end(), message.role) != kKnownRoles.end();
+      auto entry = jinja::mk_val<jinja::value_object>();
+      entry->insert("role", to_value(message.role, !is_known));
+      entry->insert("content", to_value(message.content, true));
+      list->push_back(entry);
+    }
+    context.set_val("messages", list);
+    context.set_val("add_generation_prompt", jinja::mk_val<jinja::value_bool>(add_generation_prompt));
+    context.set_val("bos_token", to_value(spec.bos_text, false));
+    context.set_val("eos_token", to_value(spec.eos_text, false));
+    context.set_val(std::make_shared<RenderBudget>(StackAddress()), jinja::mk_val<jinja::value_none>());
+    jinja::runtime runtime(context);
+    output = jinja::runtime::gather_string_parts(runtime.execute(*program_));
+  } catch (const std::exception& exception) {
+    return absl::InvalidArgumentError(absl::StrCat("the chat template refuses the messages: ", WordsOf(exception)));
+  }
+
+  MarkedText marked;
+  for (const jinja::string_part& part : output->val_str.parts) {
+    if (marked.text.size() + part.val.size() > kMaxRenderedBytes) {
+      return absl::InvalidArgumentError(absl::StrCat("the chat template makes more than ", kMaxRenderedBytes, " bytes"));
+    }
+    std::string_view rest = part.val;
+    while (!rest.empty()) {
+      const std::size_t size = guard.empty() ? rest.size() : std::min(rest.find(guard), rest.size());
+      if (size > 0 && !part.is_input) marked.template_ranges.push_back({marked.text.size(), marked.text.size() + size});
+      marked.text.append(rest.substr(0, size));
+      rest.remove_prefix(std::min(size + guard.size(), rest.size()));
+    }
+  }
+  return marked;
+}
+
+std::vector<TokenId> TemplatePromptEncoder::ControlTokensOf(const std::vector<TokenId>& ids) const {
+  std::vector<TokenId> control;
+  std::copy_if(ids.begin(), ids.end(), std::back_inserter(control), [this](TokenId id) { return is_control_[id]; });
+  return control;
+}
+
+absl::StatusOr<std::vector<TokenId>> TemplatePromptEncoder::EncodeChat(const std::vector<ChatMessage>& messages,
+                                                                       bool add_generation_prompt) const {
+  const bool needs_guard = std::any_of(messages.begin(), messages.end(), [this](const ChatMessage& message) {
+    return HasMarks(message.role) || HasMarks(message.content);
+  });
+  std::string guard;
+  if (needs_guard) {
+    const auto is_free = [&messages](const std::string& candidate) {
+      return std::none_of(messages.begin(), messages.end(), [&candidate](const ChatMessage& message) {
+        return message.content.find(candidate) != std::string::npos || message.role.find(candidate) != std::string::npos;
+      });
+    };
+    for (char32_t noncharacter = 0xfdd0; noncharacter <= 0xfdef && guard.empty(); ++noncharacter) {
+      std::string candidate;
+      AppendUtf8(noncharacter, &candidate);
+      if (is_free(candidate)) guard = std::move(candidate);
+    }
+    if (guard.empty()) return absl::InvalidArgumentError("the messages hold all 32 noncharacters U+FDD0 to U+FDEF");
+  }
+  TANDEM_ASSIGN_OR_RETURN(const MarkedText rendered, RenderMarked(messages, add_generation_prompt, guard));
+  std::vector<TokenId> ids = tokenizer_->EncodeMarked(rendered.text, rendered.template_ranges);
+
+  if (needs_guard) {
+    std::vector<ChatMessage> neutral = messages;
+    for (ChatMessage& message : neutral) {
+      for (std::string* text : {&message.role, &message.content}) {
+        std::string replaced;
+        for (const char c : *text) {
+          if (marks_.find(c) == std::string::npos) {
+            replaced.push_back(c);
+          } else {
+            replaced.append(guard);
+          }
+        }
+        *text = std::move(replaced);
+      }
+    }
+    // No guard is given: the ones inside the neutral text must stay.
+    TANDEM_ASSIGN_OR_RETURN(const MarkedText harmless, RenderMarked(neutral, add_generation_prompt, std::string()));
+    if (ControlTokensOf(tokenizer_->EncodeMarked(harmless.text, harmless.template_ranges)) != ControlTokensOf(ids)) {
+      return absl::InvalidArgumentError("the chat template makes control tokens out of the messages' own text");
+    }
+  }
+
+  // One start token: the template's, or else the tokenizer's, or else the one that the model names.
+  std::vector<TokenId> prefix = tokenizer_->spec().prefix_ids;
+  if (prefix.empty() && start_token_.has_value()) prefix = {*start_token_};
+  if (!prefix.empty() && (ids.empty() || ids.front() != prefix.front())) ids.insert(ids.begin(), prefix.begin(), prefix.end());
+  return ids;
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<const PromptEncoder>> PromptEncoder::Create(std::shared_ptr<const Tokenizer> tokenizer) {
+  auto encoder = std::make_shared<TemplatePromptEncoder>(std::move(tokenizer));
+  TANDEM_RETURN_IF_ERROR(encoder->ParseTemplate());
+  encoder->FindMarks();
+  return encoder;
+}
+
+absl::StatusOr<std::vector<ChatMessage>> PromptEncoder::ParseMessages(std::string_view json) {
+  using Json = nlohmann::json;
+  TANDEM_ASSIGN_OR_RETURN(const Json list, ParseBoundedJson(json, "messages", "text"));
+  if (!list.is_array() || list.empty()) return absl::InvalidArgumentError("messages: not a list of at least one message");
+  std::vector<ChatMessage> messages;
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    const auto fail = [i](const auto&... what) { return absl::InvalidArgumentError(absl::StrCat("messages[", i, "]", what...)); };
+    if (!list[i].is_object()) return fail(": not an object");
+    ChatMessage message;
+    for (const auto& [key, value] : list[i].items()) {
+      if (key != "role" && key != "content") return fail(": '", key, "' is neither role nor content");
+      if (!value.is_string()) return fail(".", key, ": not a text");
+      (key == "role" ? message.role : message.content) = value.get<std::string>();
+    }
+    if (message.role.empty()) return fail(".role: missing or empty");
+    if (!list[i].contains("content")) return fail(".content: missing");
+    messages.push_back(std::move(message));
+  }
+  return messages;
+}
+
+}  // namespace tandem
