@@ -7,6 +7,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/model/model_file.h"
@@ -28,6 +29,7 @@ class SafetensorsFile {
   static absl::StatusOr<SafetensorsFile> Open(const std::string& path);
 
   const ModelFile& file() const { return file_; }
+  ModelFile TakeFile() && { return std::move(file_); }
   const std::vector<SafetensorsTensor>& tensors() const { return tensors_; }  // in order of name
   const SafetensorsTensor* Find(const std::string& name) const;               // null when there is none
   const std::map<std::string, std::string>& metadata() const { return metadata_; }

@@ -1,0 +1,55 @@
+// A model whose tensors lie in one or more files: what the readers of both formats share. Loading decodes each tensor straight
+// into its place in the region; beside the region it holds a few MiB, whatever the model's size. Immutable; thread-safe.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/model/layer_facts.h"
+#include "common/model/model_file.h"
+#include "common/model/model_source.h"
+#include "common/model/weight_codecs.h"
+
+namespace tandem {
+
+struct StoredTensor {
+  std::string name;
+  std::string type_name;             // as the file says: "BF16", "Q4_K"
+  std::vector<std::uint64_t> shape;  // outermost first
+  std::size_t file_index = 0;
+  std::uint64_t begin_bytes = 0;  // from the start of the file
+  std::uint64_t size_bytes = 0;
+};
+
+class FileModelSource final : public ModelSource {
+ public:
+  // Checks that the files hold just what the family needs: each tensor once, of the right shape, in a format that can be decoded.
+  // Errors: INVALID_ARGUMENT (a tensor is missing or has another shape, a size is out of range), UNIMPLEMENTED (a tensor that the
+  // family does not have, a format without decoder).
+  static absl::StatusOr<std::unique_ptr<ModelSource>> Create(ModelDescription description, ModelFileKind kind,
+                                                             std::vector<ModelFile> files, std::vector<StoredTensor> tensors);
+
+  const ModelDescription& description() const override { return description_; }
+  const std::string& digest() const override { return digest_; }
+  absl::Status LoadWeights(const WeightLayout& layout, std::span<std::byte> region,
+                           const std::function<void(std::uint64_t)>& progress) const override;
+
+ private:
+  FileModelSource(ModelDescription description, ModelFileKind kind, std::vector<ModelFile> files)
+      : description_(std::move(description)), kind_(kind), files_(std::move(files)) {}
+  absl::Status CheckTensors() const;
+  void ComputeDigest();
+
+  ModelDescription description_;
+  ModelFileKind kind_;
+  std::vector<ModelFile> files_;
+  std::map<std::string, StoredTensor> tensors_;
+  std::string digest_;
+};
+
+absl::StatusOr<std::unique_ptr<ModelSource>> OpenHuggingFaceModel(const std::string& directory);
+absl::StatusOr<std::unique_ptr<ModelSource>> OpenGgufModel(const std::string& path);
+
+}  // namespace tandem

@@ -1,0 +1,29 @@
+// Decodes tensors from files into their places in memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "common/model/layer_facts.h"
+#include "common/model/model_file.h"
+#include "common/model/weight_codecs.h"
+
+namespace tandem {
+
+struct TensorLoad {
+  const ModelFile* file = nullptr;
+  WeightCodec codec = WeightCodec::kF32;
+  std::uint64_t file_begin_bytes = 0;
+  WeightTarget target;
+};
+
+// Uses the calling thread and one more; `progress` is called from the calling thread with the bytes of `region` written so far.
+// Requires: columns are whole blocks of the codec, each target lies in the region on a boundary of its elements. After an error
+// the region's content is unspecified.
+absl::Status LoadTensors(std::span<const TensorLoad> loads, StorageFormat format, std::span<std::byte> region,
+                         const std::function<void(std::uint64_t)>& progress);
+
+}  // namespace tandem
