@@ -1,0 +1,218 @@
+#include "trainer_server/checkpoint/checkpoint_store.h"
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_format.h"
+#include "common/base/check.h"
+#include "common/base/hash.h"
+#include "common/base/log.h"
+#include "nlohmann/json.hpp"
+#include "trainer_server/checkpoint/durable_file.h"
+
+namespace tandem {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kFormat = 1;
+constexpr char kManifest[] = "manifest.json";
+constexpr char kAdapter[] = "adapter.bin";
+constexpr char kState[] = "state.json";
+constexpr char kJob[] = "job.textproto";
+constexpr char kStepPrefix[] = "step-";
+constexpr char kPartialPrefix[] = "partial-";
+constexpr std::size_t kMaxTextBytes = 1 << 20;
+constexpr std::size_t kMaxArrayBytes = std::size_t{1} << 36;
+
+struct StateField {
+  const char* name;
+  std::uint64_t CheckpointState::*value;
+};
+constexpr StateField kStateFields[] = {{"step", &CheckpointState::step},
+                                       {"weight_version", &CheckpointState::weight_version},
+                                       {"optimizer_steps", &CheckpointState::optimizer_steps},
+                                       {"prompt_cursor", &CheckpointState::prompt_cursor},
+                                       {"seed", &CheckpointState::seed},
+                                       {"num_tokens", &CheckpointState::num_tokens},
+                                       {"history_bytes", &CheckpointState::history_bytes},
+                                       {"groups_in_flight", &CheckpointState::groups_in_flight}};
+
+struct ArrayFile {
+  const char* name;
+  std::span<std::byte> CheckpointArrays::*bytes;
+};
+constexpr ArrayFile kArrayFiles[] = {{kAdapter, &CheckpointArrays::adapter},
+                                     {"first_moments.bin", &CheckpointArrays::first_moments},
+                                     {"second_moments.bin", &CheckpointArrays::second_moments}};
+
+std::string StateToJson(const CheckpointState& state) {
+  nlohmann::json json;
+  for (const StateField& field : kStateFields) json[field.name] = state.*field.value;
+  return json.dump(1);
+}
+
+absl::StatusOr<CheckpointState> StateFromJson(const std::string& text, const std::string& path) {
+  const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
+  CheckpointState state;
+  for (const StateField& field : kStateFields) {
+    if (!json.is_object() || !json.contains(field.name) || !json[field.name].is_number_unsigned()) {
+      return absl::DataLossError(absl::StrCat(path, ": '", field.name, "' is absent or not a number"));
+    }
+    state.*field.value = json[field.name].get<std::uint64_t>();
+  }
+  return state;
+}
+
+nlohmann::json Describe(std::span<const std::byte> bytes) {
+  Sha256 hash;
+  hash.Update(bytes.data(), bytes.size());
+  return {{"size_bytes", bytes.size()}, {"sha256", hash.Finish()}};
+}
+
+std::span<const std::byte> BytesOf(const std::string& text) { return std::as_bytes(std::span<const char>(text)); }
+
+// A file of the checkpoint, equal to what the manifest says of it.
+absl::StatusOr<std::string> ReadChecked(const std::string& directory, const nlohmann::json& manifest, const std::string& name,
+                                        std::size_t limit_bytes) {
+  const std::string path = directory + "/" + name;
+  const auto damaged = [&](const std::string& what) { return absl::DataLossError(absl::StrCat("checkpoint ", path, " ", what)); };
+  const auto entry = manifest["files"].find(name);
+  if (entry == manifest["files"].end()) return damaged("is not in the manifest");
+  absl::StatusOr<std::string> text = ReadWholeFile(path, limit_bytes);
+  if (absl::IsNotFound(text.status())) return damaged("is absent");
+  if (!text.ok()) return damaged(std::string(text.status().message()));
+  const nlohmann::json found = Describe(BytesOf(*text));
+  if (*entry != found) return damaged(absl::StrCat("is ", found.dump(), "; the manifest says ", entry->dump()));
+  return text;
+}
+
+absl::StatusOr<nlohmann::json> ReadManifest(const std::string& directory) {
+  const std::string path = directory + "/" + kManifest;
+  const absl::StatusOr<std::string> text = ReadWholeFile(path, kMaxTextBytes);
+  if (!text.ok()) return absl::DataLossError(absl::StrCat("checkpoint ", path, ": ", text.status().message()));
+  nlohmann::json manifest = nlohmann::json::parse(*text, nullptr, false);
+  if (!manifest.is_object() || !manifest.contains("files") || !manifest["files"].is_object() || !manifest.contains("format")) {
+    return absl::DataLossError(absl::StrCat("checkpoint ", path, " is not a manifest"));
+  }
+  if (manifest["format"] != kFormat) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("checkpoint ", path, " has format ", manifest["format"].dump(), "; this trainer reads ", kFormat));
+  }
+  return manifest;
+}
+
+}  // namespace
+
+absl::StatusOr<CheckpointStore> CheckpointStore::Open(const std::string& directory) {
+  TANDEM_RETURN_IF_ERROR(MakeDirectories(directory));
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(directory, error)) {
+    if (entry.path().filename().string().rfind(kPartialPrefix, 0) != 0) continue;
+    TANDEM_LOG(kInfo, "checkpoint", "removing what a crash left path=", entry.path().string());
+    std::error_code ignored;
+    fs::remove_all(entry.path(), ignored);
+  }
+  if (error) return absl::InternalError(absl::StrCat("listing ", directory, " failed: ", error.message()));
+  return CheckpointStore(directory);
+}
+
+std::string CheckpointStore::DirectoryOf(std::uint64_t step) const {
+  return absl::StrFormat("%s/%s%06d", directory_, kStepPrefix, step);
+}
+
+std::vector<std::uint64_t> CheckpointStore::Steps() const {
+  std::vector<std::uint64_t> steps;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(directory_, error)) {
+    const std::string name = entry.path().filename().string();
+    std::uint64_t step = 0;
+    if (name.rfind(kStepPrefix, 0) == 0 && absl::SimpleAtoi(name.substr(sizeof(kStepPrefix) - 1), &step)) steps.push_back(step);
+  }
+  std::ranges::sort(steps);
+  return steps;
+}
+
+absl::Status CheckpointStore::Write(const CheckpointState& state, const std::string& job_text, const CheckpointArrays& arrays,
+                                    std::size_t keep) {
+  TANDEM_CHECK(keep >= 1, "at least one checkpoint is kept");
+  const std::string partial = absl::StrFormat("%s/%s%06d", directory_, kPartialPrefix, state.step);
+  std::error_code error;
+  fs::remove_all(partial, error);
+  TANDEM_RETURN_IF_ERROR(MakeDirectories(partial));
+  nlohmann::json manifest = {{"format", kFormat}, {"step", state.step}, {"files", nlohmann::json::object()}};
+  const auto write = [&](const char* name, std::span<const std::byte> bytes) {
+    manifest["files"][name] = Describe(bytes);
+    return WriteFileDurably(partial + "/" + name, bytes);
+  };
+  for (const ArrayFile& file : kArrayFiles) TANDEM_RETURN_IF_ERROR(write(file.name, arrays.*file.bytes));
+  const std::string state_text = StateToJson(state);
+  TANDEM_RETURN_IF_ERROR(write(kState, BytesOf(state_text)));
+  TANDEM_RETURN_IF_ERROR(write(kJob, BytesOf(job_text)));
+  TANDEM_RETURN_IF_ERROR(WriteFileDurably(partial + "/" + kManifest, manifest.dump(1)));
+  TANDEM_RETURN_IF_ERROR(SyncDirectory(partial));
+
+  // A directory cannot be renamed over a full one: the same step written again first moves the old one away.
+  const std::string final_name = DirectoryOf(state.step);
+  const auto discard = [&](const std::string& path) {
+    const std::string doomed = absl::StrCat(directory_, "/", kPartialPrefix, "old-", fs::path(path).filename().string());
+    std::error_code ignored;
+    fs::remove_all(doomed, ignored);
+    fs::rename(path, doomed, ignored);
+    fs::remove_all(doomed, ignored);
+  };
+  if (fs::exists(final_name, error)) {
+    const absl::StatusOr<nlohmann::json> present = ReadManifest(final_name);
+    if (present.ok() && *present == manifest) {  // the job has not moved since
+      fs::remove_all(partial, error);
+      return absl::OkStatus();
+    }
+    discard(final_name);
+  }
+  fs::rename(partial, final_name, error);
+  if (error) return absl::InternalError(absl::StrCat("renaming ", partial, " to ", final_name, " failed: ", error.message()));
+  TANDEM_RETURN_IF_ERROR(SyncDirectory(directory_));
+  const std::vector<std::uint64_t> steps = Steps();
+  for (std::size_t i = 0; i + keep < steps.size(); ++i) discard(DirectoryOf(steps[i]));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::optional<CheckpointState>> CheckpointStore::LoadNewest(const std::string& job_text,
+                                                                           const CheckpointArrays& arrays) const {
+  const std::vector<std::uint64_t> steps = Steps();
+  if (steps.empty()) return std::nullopt;
+  const std::string directory = DirectoryOf(steps.back());
+  TANDEM_ASSIGN_OR_RETURN(const nlohmann::json manifest, ReadManifest(directory));
+  TANDEM_ASSIGN_OR_RETURN(const std::string stored_job, ReadChecked(directory, manifest, kJob, kMaxTextBytes));
+  if (stored_job != job_text) {
+    return absl::FailedPreconditionError(absl::StrCat("checkpoint ", directory, " belongs to another job file"));
+  }
+  TANDEM_ASSIGN_OR_RETURN(const std::string state_text, ReadChecked(directory, manifest, kState, kMaxTextBytes));
+  TANDEM_ASSIGN_OR_RETURN(const CheckpointState state, StateFromJson(state_text, directory + "/" + kState));
+  if (state.step != steps.back()) {
+    return absl::DataLossError(absl::StrCat("checkpoint ", directory, " holds step ", state.step));
+  }
+  for (const ArrayFile& file : kArrayFiles) {
+    TANDEM_ASSIGN_OR_RETURN(const std::string bytes, ReadChecked(directory, manifest, file.name, kMaxArrayBytes));
+    const std::span<std::byte> target = arrays.*file.bytes;
+    if (bytes.size() != target.size()) {
+      return absl::FailedPreconditionError(absl::StrCat("checkpoint ", directory, "/", file.name, " has ", bytes.size(),
+                                                        " bytes; the job's adapter has ", target.size()));
+    }
+    std::memcpy(target.data(), bytes.data(), bytes.size());
+  }
+  return state;
+}
+
+absl::StatusOr<std::string> CheckpointStore::ReadNewestAdapter() const {
+  const std::vector<std::uint64_t> steps = Steps();
+  if (steps.empty()) return absl::NotFoundError(absl::StrCat("no checkpoint in ", directory_));
+  const std::string directory = DirectoryOf(steps.back());
+  TANDEM_ASSIGN_OR_RETURN(const nlohmann::json manifest, ReadManifest(directory));
+  return ReadChecked(directory, manifest, kAdapter, kMaxArrayBytes);
+}
+
+}  // namespace tandem

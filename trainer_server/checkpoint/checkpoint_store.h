@@ -1,0 +1,64 @@
+// Everything a job is at a step boundary, on disk: directory step-NNNNNN, written under another name, synced, renamed; then older
+// ones go. A checkpoint is whole or absent. Confined to the trainer thread; blocks.
+//
+// Files: adapter.bin, first_moments.bin, second_moments.bin (fp32 in AdapterLayout order), state.json, job.textproto, and
+// manifest.json with the size and SHA-256 of each. Random numbers are functions of (seed, counter), so the counters of state.json
+// are all of the generators' state. No group is in flight at a step boundary: the next unit is drawn from its start.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/base/status.h"
+
+namespace tandem {
+
+struct CheckpointState {
+  std::uint64_t step = 0;            // steps finished
+  std::uint64_t weight_version = 0;  // of the adapter
+  std::uint64_t optimizer_steps = 0;
+  std::uint64_t prompt_cursor = 0;
+  std::uint64_t seed = 0;
+  std::uint64_t num_tokens = 0;        // prompt and completion tokens so far
+  std::uint64_t history_bytes = 0;     // of history.jsonl
+  std::uint64_t groups_in_flight = 0;  // always 0
+
+  bool operator==(const CheckpointState&) const = default;
+};
+
+// The adapter and the optimizer's moments; all of one size.
+struct CheckpointArrays {
+  std::span<std::byte> adapter, first_moments, second_moments;
+};
+
+class CheckpointStore {
+ public:
+  // Makes `directory` and removes what a crash left half-written. For the one writer.
+  static absl::StatusOr<CheckpointStore> Open(const std::string& directory);
+  // For readers beside a writer; changes nothing.
+  static CheckpointStore OpenForReading(const std::string& directory) { return CheckpointStore(directory); }
+
+  // After an error the checkpoints before are untouched.
+  absl::Status Write(const CheckpointState& state, const std::string& job_text, const CheckpointArrays& arrays, std::size_t keep);
+  // Steps of the checkpoints here, ascending.
+  std::vector<std::uint64_t> Steps() const;
+  // Fills `arrays` from the newest checkpoint; nullopt when there is none. Errors: DATA_LOSS naming the file that is absent, of
+  // another size or checksum (then `arrays` are unspecified): a resume never starts with less than it left; FAILED_PRECONDITION
+  // when job text or array sizes are not this job's.
+  absl::StatusOr<std::optional<CheckpointState>> LoadNewest(const std::string& job_text, const CheckpointArrays& arrays) const;
+  // The adapter alone, checked as above, for export. Errors: NOT_FOUND (no checkpoint), DATA_LOSS.
+  absl::StatusOr<std::string> ReadNewestAdapter() const;
+
+ private:
+  explicit CheckpointStore(std::string directory) : directory_(std::move(directory)) {}
+  std::string DirectoryOf(std::uint64_t step) const;
+
+  std::string directory_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,76 @@
+// What a job has done, as JSONL a person or a script reads: history.jsonl with one object a step or evaluation, and the
+// completions of each step. Written by the trainer thread; read by any thread, from the files.
+//
+// A line of history.jsonl: {"kind": "step", "step": 3, "loss": ..., "reward": ..., "times": {"step_time": ...}} or
+// {"kind": "evaluation", "step": 0, "reward": ..., "rewards/<name>/mean": ..., "num_prompts": 64, "times": {...}}. Two runs of
+// one job differ only under "times".
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "common/base/status.h"
+#include "common/base/unique_fd.h"
+#include "proto/job.pb.h"
+
+namespace tandem {
+
+using NamedValues = std::vector<std::pair<std::string, double>>;
+
+struct HistoryEvent {
+  enum class Kind { kStep, kEvaluation };
+  Kind kind = Kind::kStep;
+  std::uint64_t step = 0;
+  NamedValues values;  // functions of the job and its data alone
+  NamedValues times;   // seconds, and rates made of them
+};
+
+// A value that is not finite is left out: JSON has no word for it.
+std::string ToJsonLine(const HistoryEvent& event);
+// nullopt when the line is none of ours.
+std::optional<HistoryEvent> FromJsonLine(const std::string& line);
+
+class HistoryWriter {
+ public:
+  // Opens `directory`/history.jsonl and cuts it back to `keep_bytes`. Errors: DATA_LOSS when it is shorter than that.
+  static absl::StatusOr<HistoryWriter> Open(const std::string& directory, std::uint64_t keep_bytes);
+
+  // One write(2) a line. The file is synced with the next checkpoint: Sync.
+  absl::Status Append(const HistoryEvent& event);
+  absl::Status Sync();
+  std::uint64_t size_bytes() const { return size_bytes_; }
+  // Replaces the completions of `step`.
+  absl::Status WriteCompletions(std::uint64_t step, std::span<const v1::CompletionRecord> records);
+
+ private:
+  HistoryWriter(std::string directory, UniqueFd file, std::uint64_t size_bytes)
+      : directory_(std::move(directory)), file_(std::move(file)), size_bytes_(size_bytes) {}
+
+  std::string directory_;
+  UniqueFd file_;
+  std::uint64_t size_bytes_ = 0;
+};
+
+// Follows a history that grows. Confined to one thread.
+class HistoryReader {
+ public:
+  explicit HistoryReader(const std::string& directory) : path_(directory + "/history.jsonl") {}
+  // The next event that is there; nullopt when none is, now. After the file was cut back events come again.
+  std::optional<HistoryEvent> Next();
+
+ private:
+  const std::string path_;
+  std::uint64_t offset_ = 0;
+  std::string pending_;
+};
+
+// Calls `visit` for the completions of a step until it returns false. Errors: NOT_FOUND naming the step.
+absl::Status ReadCompletions(const std::string& directory, std::uint64_t step,
+                             const std::function<bool(const v1::CompletionRecord& record)>& visit);
+
+}  // namespace tandem

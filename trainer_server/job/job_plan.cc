@@ -1,0 +1,384 @@
+#include "trainer_server/job/job_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_join.h"
+#include "common/base/units.h"
+#include "google/protobuf/io/tokenizer.h"
+#include "google/protobuf/text_format.h"
+#include "trainer_server/loss/loss_config.h"
+#include "trainer_server/prompt/prompt_source.h"
+
+namespace tandem {
+namespace {
+
+using Lines = std::vector<std::string>;
+
+constexpr std::size_t kMaxRowFaults = 20;
+
+class TextFaults final : public google::protobuf::io::ErrorCollector {
+ public:
+  explicit TextFaults(Lines* faults) : faults_(faults) {}
+  void AddError(int line, int column, const std::string& message) override {
+    faults_->push_back(absl::StrCat("job file line ", line + 1, " column ", column + 1, ": ", message));
+  }
+  void AddWarning(int line, int column, const std::string& message) override { AddError(line, column, message); }
+
+ private:
+  Lines* const faults_;
+};
+
+absl::Status Faulty(const Lines& faults) { return absl::InvalidArgumentError(absl::StrJoin(faults, "\n")); }
+
+// Collects faults of one message's fields.
+class FieldCheck {
+ public:
+  FieldCheck(std::string prefix, Lines* faults) : prefix_(std::move(prefix)), faults_(faults) {}
+  template <typename Value>
+  void Expect(bool is_good, const char* field, const Value& value, const std::string& limit) const {
+    if (!is_good) faults_->push_back(absl::StrCat(prefix_, field, ": ", value, "; must be ", limit));
+  }
+  void Range(const char* field, std::uint64_t value, std::uint64_t least, std::uint64_t most) const {
+    Expect(value >= least && value <= most, field, value, absl::StrCat(least, " to ", most));
+  }
+
+ private:
+  const std::string prefix_;
+  Lines* const faults_;
+};
+
+bool IsFinitePositive(double value) { return std::isfinite(value) && value > 0; }
+
+bool IsWord(const std::string& text, bool allow_upper) {
+  return !text.empty() && text.size() <= 64 && std::ranges::all_of(text, [&](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_' || c == '-' || (allow_upper && c >= 'A' && c <= 'Z');
+  });
+}
+
+void CheckRollout(const JobSurroundings& surroundings, v1::RolloutConfig* rollout, Lines* faults, Lines* warnings) {
+  const FieldCheck check("rollout.", faults);
+  check.Range("prompts_per_step", rollout->prompts_per_step(), 1, 65536);
+  check.Range("group_size", rollout->group_size(), 1, 1024);
+  if (rollout->group_size() == 1)
+    warnings->push_back("rollout.group_size: 1: with one completion a prompt, group advantages are 0");
+
+  v1::SamplingParams* sampling = rollout->mutable_sampling();
+  const FieldCheck sampled("rollout.sampling.", faults);
+  sampled.Expect(sampling->temperature() > 0 && sampling->temperature() <= 100, "temperature", sampling->temperature(),
+                 "> 0 and <= 100: a job samples");
+  if (sampling->top_p() == 0) sampling->set_top_p(1);
+  sampled.Expect(sampling->top_p() > 0 && sampling->top_p() <= 1, "top_p", sampling->top_p(), "> 0 and <= 1");
+  sampled.Expect(sampling->min_p() >= 0 && sampling->min_p() < 1, "min_p", sampling->min_p(), ">= 0 and < 1");
+  if (sampling->repetition_penalty() == 0) sampling->set_repetition_penalty(1);
+  sampled.Expect(IsFinitePositive(sampling->repetition_penalty()), "repetition_penalty", sampling->repetition_penalty(), "> 0");
+  sampled.Expect(std::abs(sampling->presence_penalty()) <= 2, "presence_penalty", sampling->presence_penalty(), "-2 to 2");
+  const auto max_positions = static_cast<std::uint64_t>(surroundings.model.max_positions);
+  sampled.Range("max_tokens", sampling->max_tokens(), 1, max_positions > 1 ? max_positions - 1 : 1);
+  sampled.Expect(sampling->stop_token_ids_size() <= 64, "stop_token_ids", sampling->stop_token_ids_size(), "at most 64 ids");
+  for (const std::uint32_t id : sampling->stop_token_ids()) {
+    sampled.Expect(id < static_cast<std::uint32_t>(surroundings.model.vocab_size), "stop_token_ids", id,
+                   absl::StrCat("below the vocabulary's ", surroundings.model.vocab_size));
+  }
+  sampled.Expect(sampling->stop_strings_size() <= 16, "stop_strings", sampling->stop_strings_size(), "at most 16");
+  for (const std::string& stop : sampling->stop_strings()) {
+    sampled.Expect(!stop.empty() && stop.size() <= 256, "stop_strings", absl::StrCat(stop.size(), " bytes"), "1 to 256 bytes");
+  }
+  if (sampling->seed() != 0) warnings->push_back("rollout.sampling.seed: has no effect; seeds are derived from the job's");
+  if (sampling->top_p() < 1 || sampling->top_k() > 0 || sampling->min_p() > 0) {
+    warnings->push_back(
+        "rollout.sampling: top_p, top_k or min_p truncate the distribution; the kept mass of each token is recorded and used to "
+        "compare the two sides");
+  }
+  if (sampling->repetition_penalty() != 1 || sampling->presence_penalty() != 0) {
+    warnings->push_back(
+        "rollout.sampling: penalties change the distribution drawn from, which the trainer's log-probs do not see");
+  }
+  if (sampling->ignore_end_tokens())
+    warnings->push_back("rollout.sampling.ignore_end_tokens: completions never end by themselves");
+}
+
+void CheckAdapter(const JobSurroundings& surroundings, v1::AdapterConfig* adapter, Lines* faults, JobPlan* plan) {
+  const FieldCheck check("adapter.", faults);
+  const bool is_rank_good = adapter->rank() >= 1 && adapter->rank() <= 1024;
+  check.Range("rank", adapter->rank(), 1, 1024);
+  check.Expect(IsFinitePositive(adapter->alpha()), "alpha", adapter->alpha(), "> 0");
+  check.Expect(adapter->dropout() >= 0 && adapter->dropout() < 1, "dropout", adapter->dropout(), ">= 0 and < 1");
+  if (adapter->targets().empty()) {
+    for (int kind = v1::LINEAR_KIND_Q_PROJ; kind <= v1::LINEAR_KIND_DOWN_PROJ; ++kind) {
+      adapter->add_targets(static_cast<v1::LinearKind>(kind));
+    }
+  }
+  std::set<LinearKind> targets;
+  for (const int kind : adapter->targets()) {
+    const bool is_known = kind >= v1::LINEAR_KIND_Q_PROJ && kind <= v1::LINEAR_KIND_DOWN_PROJ;
+    check.Expect(is_known, "targets", kind, "LINEAR_KIND_Q_PROJ to LINEAR_KIND_DOWN_PROJ");
+    if (!is_known) continue;
+    const bool is_new = targets.insert(static_cast<LinearKind>(kind - 1)).second;
+    check.Expect(is_new, "targets", v1::LinearKind_Name(kind), "given once");
+  }
+  check.Expect(adapter->start_path().empty(), "start_path", adapter->start_path(),
+               "replaced by the store's content on submission");
+  const bool has_config = !adapter->start_config_content().empty(), has_weights = !adapter->start_weights_content().empty();
+  check.Expect(has_config == has_weights, "start_config_content", adapter->start_config_content(),
+               "given together with start_weights_content");
+  if (has_config && has_weights) {
+    for (const std::string& content : {adapter->start_config_content(), adapter->start_weights_content()}) {
+      check.Expect(surroundings.content->Has(content), "start_*_content", content, "in the store");
+    }
+  }
+  if (!is_rank_good || targets.empty()) return;
+  plan->policy.rank = static_cast<int>(adapter->rank());
+  const double divisor = adapter->rank_stabilised() ? std::sqrt(adapter->rank()) : adapter->rank();
+  plan->policy.scale = static_cast<float>(adapter->alpha() / divisor);
+  plan->policy.targets.assign(targets.begin(), targets.end());
+  plan->policy.dropout = adapter->dropout();
+  plan->layout = AdapterLayout::Create(surroundings.model, plan->policy.rank, plan->policy.targets);
+  const std::uint64_t copies = has_config ? 7 : 6;
+  check.Expect(plan->layout.total_bytes <= surroundings.standing_bytes / copies, "rank", adapter->rank(),
+               absl::StrCat("small enough: masters, gradients, two moments and the slots are ", copies, " x ",
+                            FormatBytes(plan->layout.total_bytes), " of the trainer's standing region of ",
+                            FormatBytes(surroundings.standing_bytes)));
+}
+
+void CheckOptimizer(const v1::JobSpec& spec, v1::OptimizerConfig* optimizer, Lines* faults, JobPlan* plan) {
+  if (!optimizer->has_beta1()) optimizer->set_beta1(0.9);
+  if (!optimizer->has_beta2()) optimizer->set_beta2(0.99);
+  if (!optimizer->has_epsilon()) optimizer->set_epsilon(1e-8);
+  if (!optimizer->has_max_grad_norm()) optimizer->set_max_grad_norm(1);
+  if (optimizer->schedule() == v1::LEARNING_RATE_SCHEDULE_UNSPECIFIED) {
+    optimizer->set_schedule(v1::LEARNING_RATE_SCHEDULE_CONSTANT);
+  }
+  const FieldCheck check("optimizer.", faults);
+  check.Expect(IsFinitePositive(optimizer->learning_rate()), "learning_rate", optimizer->learning_rate(), "> 0");
+  check.Expect(optimizer->beta1() >= 0 && optimizer->beta1() < 1, "beta1", optimizer->beta1(), ">= 0 and < 1");
+  check.Expect(optimizer->beta2() >= 0 && optimizer->beta2() < 1, "beta2", optimizer->beta2(), ">= 0 and < 1");
+  check.Expect(IsFinitePositive(optimizer->epsilon()), "epsilon", optimizer->epsilon(), "> 0");
+  check.Expect(std::isfinite(optimizer->weight_decay()) && optimizer->weight_decay() >= 0, "weight_decay",
+               optimizer->weight_decay(), ">= 0");
+  check.Expect(std::isfinite(optimizer->max_grad_norm()) && optimizer->max_grad_norm() >= 0, "max_grad_norm",
+               optimizer->max_grad_norm(), ">= 0; 0 switches it off");
+  check.Expect(optimizer->final_learning_rate_ratio() >= 0 && optimizer->final_learning_rate_ratio() <= 1,
+               "final_learning_rate_ratio", optimizer->final_learning_rate_ratio(), "0 to 1");
+  check.Expect(optimizer->warmup_steps() < std::max(spec.num_steps(), 1u), "warmup_steps", optimizer->warmup_steps(),
+               absl::StrCat("below num_steps, ", spec.num_steps()));
+  check.Expect(v1::LearningRateSchedule_IsValid(optimizer->schedule()), "schedule", static_cast<int>(optimizer->schedule()),
+               "a known schedule");
+  plan->adamw = {optimizer->beta1(), optimizer->beta2(), optimizer->epsilon(), optimizer->weight_decay(),
+                 optimizer->max_grad_norm()};
+  plan->learning_rate.peak = optimizer->learning_rate();
+  plan->learning_rate.decay = optimizer->schedule() == v1::LEARNING_RATE_SCHEDULE_LINEAR   ? LearningRateDecay::kLinear
+                              : optimizer->schedule() == v1::LEARNING_RATE_SCHEDULE_COSINE ? LearningRateDecay::kCosine
+                                                                                           : LearningRateDecay::kConstant;
+  plan->learning_rate.warmup_steps = optimizer->warmup_steps();
+  plan->learning_rate.num_steps = spec.num_steps();
+  plan->learning_rate.final_ratio = optimizer->final_learning_rate_ratio();
+}
+
+void CheckRewards(v1::JobSpec* spec, Lines* faults, JobPlan* plan) {
+  FieldCheck("", faults).Range("rewards", static_cast<std::uint64_t>(spec->rewards_size()), 1, 32);
+  std::set<std::string> names;
+  for (int i = 0; i < spec->rewards_size(); ++i) {
+    const std::string path = absl::StrCat("rewards[", i, "].");
+    const FieldCheck check(path, faults);
+    auto function = MakeRewardFunction(spec->rewards(i), path);
+    if (!function.ok()) {
+      faults->push_back(std::string(function.status().message()));
+      continue;
+    }
+    const std::string name = (*function)->name();
+    spec->mutable_rewards(i)->set_name(name);
+    check.Expect(IsWord(name, /*allow_upper=*/true), "name", name, "[A-Za-z0-9_-]{1,64}");
+    check.Expect(names.insert(name).second, "name", name, "unlike the other functions' names");
+    plan->advantage.weights.push_back((*function)->weight());
+    plan->advantage.function_names.push_back(name);
+    plan->rewards.push_back(*std::move(function));
+  }
+}
+
+std::shared_ptr<const DataSet> OpenContent(const JobSurroundings& surroundings, const std::string& field,
+                                           const std::string& content, Lines* faults) {
+  const absl::StatusOr<std::string> path = surroundings.content->PathOf(content);
+  if (!path.ok()) {
+    faults->push_back(absl::StrCat(field, ".content: ", path.status().message()));
+    return nullptr;
+  }
+  auto data = DataSet::Open(*path);
+  if (!data.ok()) {
+    faults->push_back(absl::StrCat(field, ": ", data.status().message()));
+    return nullptr;
+  }
+  return *std::move(data);
+}
+
+// Every row is an object with the fields that the rewards need; its prompt can be encoded and leaves room for the completion.
+void CheckRows(const JobSurroundings& surroundings, const JobPlan& plan, const DataSet& data, const std::string& field,
+               Lines* faults) {
+  const std::uint64_t max_prompt_tokens =
+      static_cast<std::uint64_t>(std::max(surroundings.model.max_positions, 0)) -
+      std::min<std::uint64_t>(plan.spec.rollout().sampling().max_tokens(),
+                              static_cast<std::uint64_t>(std::max(surroundings.model.max_positions, 0)));
+  std::set<std::string> needed;
+  for (const auto& reward : plan.rewards) {
+    for (const std::string& name : reward->required_fields()) needed.insert(name);
+  }
+  std::size_t num_faults = 0;
+  for (std::size_t i = 0; i < data.num_rows() && num_faults < kMaxRowFaults; ++i) {
+    const auto fault = [&](const std::string& message) {
+      faults->push_back(absl::StrCat(field, ": ", message));
+      ++num_faults;
+    };
+    const auto row = data.ReadRow(i);
+    if (!row.ok()) {
+      fault(std::string(row.status().message()));
+      continue;
+    }
+    for (const std::string& name : needed) {
+      if (!row->contains(name)) {
+        fault(absl::StrCat("data set line ", data.line_of(i), " has no field '", name, "', which a reward needs"));
+      }
+    }
+    if (i >= kMaxEncodedRows) continue;
+    const auto ids = EncodePrompt(*surroundings.encoder, plan.spec.data(), *row, data.line_of(i));
+    if (!ids.ok()) {
+      fault(std::string(ids.status().message()));
+    } else if (ids->size() > max_prompt_tokens) {
+      fault(absl::StrCat("data set line ", data.line_of(i), ": the prompt has ", ids->size(), " tokens; the limit is ",
+                         max_prompt_tokens, ": the model's ", surroundings.model.max_positions, " positions less max_tokens ",
+                         plan.spec.rollout().sampling().max_tokens()));
+    }
+  }
+  if (num_faults == kMaxRowFaults) faults->push_back(absl::StrCat(field, ": further rows were not checked"));
+}
+
+void CheckData(const JobSurroundings& surroundings, JobOrigin origin, Lines* faults, JobPlan* plan) {
+  v1::JobSpec& spec = plan->spec;
+  const FieldCheck check("data.", faults);
+  check.Expect(spec.data().path().empty(), "path", spec.data().path(), "replaced by the store's content on submission");
+  if (spec.data().prompt_field().empty()) spec.mutable_data()->set_prompt_field("prompt");
+  plan->data = OpenContent(surroundings, "data", spec.data().content(), faults);
+  if (spec.has_evaluation()) {
+    FieldCheck("evaluation.", faults)
+        .Expect(spec.evaluation().path().empty(), "path", spec.evaluation().path(), "replaced by the store's content");
+    plan->evaluation = OpenContent(surroundings, "evaluation", spec.evaluation().content(), faults);
+  }
+  if (origin == JobOrigin::kSubmitted) {
+    if (plan->data != nullptr) CheckRows(surroundings, *plan, *plan->data, "data", faults);
+    if (plan->evaluation != nullptr && spec.evaluation().content() != spec.data().content()) {
+      CheckRows(surroundings, *plan, *plan->evaluation, "evaluation", faults);
+    }
+  }
+  if (plan->evaluation != nullptr && spec.evaluation().num_prompts() == 0) {
+    spec.mutable_evaluation()->set_num_prompts(static_cast<std::uint32_t>(plan->evaluation->num_rows()));
+  }
+  if (plan->evaluation != nullptr) {
+    FieldCheck("evaluation.", faults).Range("num_prompts", spec.evaluation().num_prompts(), 1, plan->evaluation->num_rows());
+  }
+  if (plan->data == nullptr || spec.rollout().prompts_per_step() == 0) return;
+  const std::uint64_t num_rows = plan->data->num_rows(), prompts = spec.rollout().prompts_per_step();
+  plan->steps_per_epoch = (num_rows + prompts - 1) / prompts;
+  if (num_rows < prompts) {
+    plan->warnings.push_back(absl::StrCat("rollout.prompts_per_step: ", prompts, " is more than the data set's ", num_rows,
+                                          " rows: a step draws some rows more than once"));
+  }
+  if (num_rows > kMaxEncodedRows) {
+    plan->warnings.push_back(
+        absl::StrCat("data: prompts beyond row ", kMaxEncodedRows, " of ", num_rows, " are checked when they are drawn"));
+  }
+}
+
+// The loss and advantage as they will run, so that `plan` shows what a preset means.
+void EchoRecipe(JobPlan* plan) {
+  v1::LossConfig* loss = plan->spec.mutable_loss();
+  if (loss->preset() == v1::LOSS_PRESET_UNSPECIFIED) loss->set_preset(v1::LOSS_PRESET_DAPO);
+  loss->set_surrogate(static_cast<v1::Surrogate>(static_cast<int>(plan->loss.surrogate) + 1));
+  loss->set_ratio_level(static_cast<v1::RatioLevel>(static_cast<int>(plan->loss.ratio_level) + 1));
+  loss->set_aggregation(static_cast<v1::Aggregation>(static_cast<int>(plan->loss.aggregation) + 1));
+  if (plan->loss.surrogate == Surrogate::kClip || plan->loss.surrogate == Surrogate::kGmpo) {
+    loss->set_epsilon_low(plan->loss.epsilon_low);
+    loss->set_epsilon_high(plan->loss.epsilon_high);
+  }
+  if (plan->loss.aggregation == Aggregation::kConstant) loss->set_constant_divisor(plan->loss.max_completion_length);
+  loss->set_beta(plan->loss.beta);
+  v1::RolloutCorrection* correction = loss->mutable_rollout_correction();
+  correction->set_mode(static_cast<v1::RolloutCorrectionMode>(static_cast<int>(plan->loss.rollout_correction) + 1));
+  if (plan->loss.correction_min.has_value()) correction->set_min(*plan->loss.correction_min);
+  if (plan->loss.correction_max.has_value()) correction->set_max(*plan->loss.correction_max);
+  plan->spec.mutable_advantage()->set_estimator(
+      static_cast<v1::AdvantageEstimator>(static_cast<int>(plan->advantage.estimator) + 1));
+  if (plan->advantage.estimator == AdvantageEstimator::kGroup &&
+      plan->advantage.aggregation == RewardAggregation::kSumThenNormalize) {
+    plan->spec.mutable_advantage()->set_scale(static_cast<v1::AdvantageScale>(static_cast<int>(plan->advantage.scale) + 1));
+  }
+}
+
+void WarnOfCosts(JobPlan* plan) {
+  if (plan->loss.beta != 0) {
+    plan->warnings.push_back(
+        absl::StrCat("loss.beta: ", plan->loss.beta, " costs a scoring pass of the reference policy each step"));
+  }
+  if (plan->advantage.kl_in_reward != 0) {
+    plan->warnings.push_back("advantage.kl_in_reward: costs two scoring passes each step, of the policy and of its reference");
+  }
+  if (plan->spec.loss().updates_per_rollout() > 1) {
+    plan->warnings.push_back("loss.updates_per_rollout: costs a scoring pass of the policy before the first update");
+  }
+  if (plan->loss.top_entropy_quantile < 1) {
+    plan->warnings.push_back("loss.top_entropy_quantile: costs a scoring pass of the policy before each update");
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundings& surroundings, JobOrigin origin) {
+  if (job_text.size() > kMaxJobTextBytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the job file has ", job_text.size(), " bytes; the limit is ", kMaxJobTextBytes));
+  }
+  JobPlan plan;
+  Lines faults;
+  TextFaults collector(&faults);
+  google::protobuf::TextFormat::Parser parser;
+  parser.RecordErrorsTo(&collector);
+  parser.SetRecursionLimit(32);
+  if (!parser.ParseFromString(job_text, &plan.spec)) return Faulty(faults);
+
+  v1::JobSpec& spec = plan.spec;
+  const FieldCheck check("", &faults);
+  check.Expect(IsWord(spec.name(), /*allow_upper=*/false), "name", absl::StrCat("'", spec.name().substr(0, 80), "'"),
+               "[a-z0-9_-]{1,64}");
+  check.Range("num_steps", spec.num_steps(), 1, 1000000);
+  CheckRollout(surroundings, spec.mutable_rollout(), &faults, &plan.warnings);
+  if (spec.loss().updates_per_rollout() == 0) spec.mutable_loss()->set_updates_per_rollout(1);
+  FieldCheck("loss.", &faults).Range("updates_per_rollout", spec.loss().updates_per_rollout(), 1, 64);
+  plan.loss = LossOptionsFromConfig(spec.loss(), spec.rollout().sampling().max_tokens(), &faults);
+  plan.advantage = AdvantageOptionsFromConfig(spec.advantage(), spec.loss().preset(), &faults);
+  CheckRecipe(plan.loss, plan.advantage, &faults);
+  CheckRewards(&spec, &faults, &plan);
+  CheckAdapter(surroundings, spec.mutable_adapter(), &faults, &plan);
+  CheckOptimizer(spec, spec.mutable_optimizer(), &faults, &plan);
+  const FieldCheck batch("batch.", &faults);
+  batch.Range("micro_batch_tokens", spec.batch().micro_batch_tokens(), 0, 1 << 24);
+  if (spec.batch().micro_batch_tokens() > 0) {
+    batch.Expect(spec.batch().micro_batch_tokens() > spec.rollout().sampling().max_tokens(), "micro_batch_tokens",
+                 spec.batch().micro_batch_tokens(),
+                 absl::StrCat("above rollout.sampling.max_tokens, ", spec.rollout().sampling().max_tokens(), ", or 0"));
+  }
+  batch.Range("logit_chunk", spec.batch().logit_chunk(), 0, 1 << 20);
+  if (spec.checkpoint().interval_steps() == 0) spec.mutable_checkpoint()->set_interval_steps(10);
+  if (spec.checkpoint().keep() == 0) spec.mutable_checkpoint()->set_keep(2);
+  FieldCheck("checkpoint.", &faults).Range("keep", spec.checkpoint().keep(), 1, 1000);
+  CheckData(surroundings, origin, &faults, &plan);
+  if (!faults.empty()) return Faulty(faults);
+
+  plan.policy.temperature = spec.rollout().sampling().temperature();
+  plan.policy.logit_chunk = static_cast<int>(spec.batch().logit_chunk());
+  plan.policy.seed = spec.seed();
+  EchoRecipe(&plan);
+  WarnOfCosts(&plan);
+  return plan;
+}
+
+}  // namespace tandem

@@ -1,0 +1,250 @@
+#include "trainer_server/job/job_runner.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "common/base/log.h"
+
+namespace tandem {
+
+JobRunner::JobRunner(JobStore* store, LoopEnvironment environment, Options options)
+    : store_(store), environment_(std::move(environment)), options_(std::move(options)) {
+  environment_.on_phase = [this](const std::string& phase) { Changed(running_job(), phase); };
+}
+
+JobRunner::~JobRunner() { Stop(); }
+
+void JobRunner::Start() {
+  thread_ = std::thread([this] {
+    try {
+      Run();
+    } catch (const std::exception& error) {
+      TANDEM_LOG(kError, "job", "the runner ends because=", error.what());
+      MutexLock lock(&mutex_);
+      background_error_ = absl::InternalError(absl::StrCat("job runner: ", error.what()));
+    }
+  });
+}
+
+void JobRunner::Stop() {
+  {
+    MutexLock lock(&mutex_);
+    is_stopping_ = true;
+    changed_.SignalAll();
+  }
+  environment_.peer->Interrupt();
+  if (thread_.joinable()) thread_.join();
+}
+
+void JobRunner::Notify() {
+  MutexLock lock(&mutex_);
+  is_notified_ = true;
+  if (!running_job_.empty()) {
+    const auto job = store_->Get(running_job_);
+    environment_.peer->SetImpatient(job.ok() && job->request != JobRequest::kNone);
+  }
+  ++change_;
+  changed_.SignalAll();
+}
+
+void JobRunner::OnPeerAttached() {
+  MutexLock lock(&mutex_);
+  is_reactivation_due_ = true;
+  is_notified_ = true;
+  changed_.SignalAll();
+}
+
+std::uint64_t JobRunner::WaitForChange(std::uint64_t seen, absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  MutexLock lock(&mutex_);
+  while (change_ <= seen && !is_stopping_) {
+    const absl::Duration left = deadline - absl::Now();
+    if (left <= absl::ZeroDuration()) break;
+    changed_.WaitFor(&mutex_, left);
+  }
+  return change_;
+}
+
+absl::StatusOr<v1::JobStatus> JobRunner::StatusOf(const std::string& job) const {
+  TANDEM_ASSIGN_OR_RETURN(StoredJob stored, store_->Get(job));
+  if (running_job() == job) stored.status.set_waiting_for(environment_.peer->waiting_for());
+  return stored.status;
+}
+
+std::string JobRunner::running_job() const {
+  MutexLock lock(&mutex_);
+  return running_job_;
+}
+std::string JobRunner::phase() const {
+  MutexLock lock(&mutex_);
+  return phase_;
+}
+absl::Status JobRunner::background_error() const {
+  MutexLock lock(&mutex_);
+  return background_error_;
+}
+
+void JobRunner::Changed(const std::string& running_job, const std::string& phase) {
+  {
+    MutexLock lock(&mutex_);
+    running_job_ = running_job;
+    phase_ = phase;
+    ++change_;
+    changed_.SignalAll();
+  }
+  ExportLedger();
+}
+
+std::vector<v1::OwnedBytes> JobRunner::Ledger() const {
+  const std::uint64_t standing_bytes = environment_.member->region(v1::REGION_KIND_TRAINER_STANDING).size();
+  std::vector<v1::OwnedBytes> ledger;
+  for (v1::OwnedBytes& entry : environment_.member->RegionLedger()) {
+    const bool is_standing = entry.role() == v1::ROLE_TRAINER && entry.in_pool() && entry.bytes() == standing_bytes;
+    if (!is_standing) ledger.push_back(std::move(entry));
+  }
+  for (v1::OwnedBytes& entry : environment_.standing->Ledger()) ledger.push_back(std::move(entry));
+  return ledger;
+}
+
+void JobRunner::ExportLedger() const {
+  for (const v1::OwnedBytes& entry : Ledger()) {
+    environment_.metrics->SetGauge("tandem_memory_bytes", "Memory by owner.", {{"owner", entry.owner()}},
+                                   static_cast<double>(entry.bytes()));
+  }
+}
+
+void JobRunner::Run() {
+  while (true) {
+    bool is_reactivation_due = false;
+    {
+      MutexLock lock(&mutex_);
+      if (is_stopping_) return;
+      is_notified_ = false;
+      is_reactivation_due = std::exchange(is_reactivation_due_, false);
+    }
+    if (is_reactivation_due && resident_ != nullptr) {
+      if (const absl::Status status = resident_->Reactivate(); !status.ok()) {
+        TANDEM_LOG(kWarning, "job", "adapter of job=", resident_->job(), " not served because=", std::string(status.message()));
+        MutexLock lock(&mutex_);
+        is_reactivation_due_ = true;
+      }
+    }
+    if (const absl::Status status = RunNext(); !status.ok()) {
+      TANDEM_LOG(kError, "job", "job store because=", std::string(status.message()));
+      MutexLock lock(&mutex_);
+      background_error_ = status;
+      return;
+    }
+    MutexLock lock(&mutex_);
+    if (!is_stopping_ && !is_notified_) changed_.WaitFor(&mutex_, options_.idle_poll);
+  }
+}
+
+absl::Status JobRunner::RunNext() {
+  TANDEM_ASSIGN_OR_RETURN(const std::optional<StoredJob> job, store_->Next());
+  if (!job.has_value()) return absl::OkStatus();
+  const std::string& name = job->status.job();
+  const absl::Status started = store_->Transition(name, v1::JOB_STATE_RUNNING, "");
+  if (absl::IsFailedPrecondition(started)) return absl::OkStatus();  // cancelled or paused in between
+  TANDEM_RETURN_IF_ERROR(started);
+  Changed(name, "idle");
+  Notify();
+  RunJob(*job);
+  Changed("", "idle");
+  // The next job may wait already.
+  Notify();
+  return absl::OkStatus();
+}
+
+void JobRunner::RunJob(const StoredJob& job) {
+  const std::string& name = job.status.job();
+  absl::StatusOr<std::unique_ptr<TrainingLoop>> loop = Begin(job);
+  const absl::Status result = loop.ok() ? WalkThrough(loop->get()) : loop.status();
+  EndJob(name, result, loop.ok() ? loop->get() : nullptr);
+  environment_.peer->SetImpatient(false);
+  environment_.metrics->RemoveLabel("job", name);
+  if (loop.ok()) {
+    (*loop)->KeepOnlyAdapter();
+    resident_ = *std::move(loop);
+  }
+}
+
+absl::StatusOr<std::unique_ptr<TrainingLoop>> JobRunner::Begin(const StoredJob& job) {
+  const std::string& name = job.status.job();
+  TANDEM_RETURN_IF_ERROR(ClearStandingRegion(name));
+  const JobSurroundings surroundings{environment_.model, environment_.encoder, environment_.content,
+                                     environment_.member->region(v1::REGION_KIND_TRAINER_STANDING).size()};
+  TANDEM_ASSIGN_OR_RETURN(JobPlan plan, PlanJob(job.job_text, surroundings, JobOrigin::kStored));
+  TANDEM_ASSIGN_OR_RETURN(auto loop, TrainingLoop::Create(environment_, name, job.job_text, std::move(plan), DirectoryOf(name)));
+  TANDEM_RETURN_IF_ERROR(store_->SetStep(name, static_cast<std::uint32_t>(loop->step())));
+  return loop;
+}
+
+// The rollout server may read the slots of the job before, even one that a life before this one started: nothing in the region
+// may be overwritten until it has let go.
+absl::Status JobRunner::ClearStandingRegion(const std::string& next_job) {
+  TANDEM_ASSIGN_OR_RETURN(const std::string before, store_->resident());
+  while (!before.empty()) {
+    const absl::Status retired = RetireAdapter(environment_.peer, before, absl::Seconds(30));
+    if (retired.ok()) break;
+    if (!absl::IsUnavailable(retired) && !absl::IsDeadlineExceeded(retired)) return retired;
+    TANDEM_RETURN_IF_ERROR(environment_.peer->Pause(absl::Milliseconds(50)));
+    TANDEM_RETURN_IF_ERROR(environment_.peer->WaitUntilServing());
+  }
+  resident_.reset();
+  return store_->SetResident(next_job);
+}
+
+absl::Status JobRunner::WalkThrough(TrainingLoop* loop) {
+  const std::string& name = loop->job();
+  while (true) {
+    TANDEM_ASSIGN_OR_RETURN(const StoredJob job, store_->Get(name));
+    if (job.request != JobRequest::kNone) return absl::CancelledError("asked to stop");
+    if (loop->is_evaluation_due()) {
+      TANDEM_RETURN_IF_ERROR(loop->Evaluate());
+      Changed(name, "rollout");
+      continue;
+    }
+    if (loop->step() == loop->num_steps()) return absl::OkStatus();
+    TANDEM_RETURN_IF_ERROR(loop->RunStep());
+    if (loop->is_checkpoint_due()) TANDEM_RETURN_IF_ERROR(loop->WriteCheckpoint());
+    TANDEM_RETURN_IF_ERROR(store_->SetStep(name, static_cast<std::uint32_t>(loop->step())));
+    Changed(name, "rollout");
+  }
+}
+
+void JobRunner::EndJob(const std::string& job, const absl::Status& result, TrainingLoop* loop) {
+  const absl::StatusOr<StoredJob> stored = store_->Get(job);
+  const JobRequest request = stored.ok() ? stored->request : JobRequest::kNone;
+  v1::JobState state = v1::JOB_STATE_FAILED;
+  std::string error(result.message());
+  if (result.ok()) {
+    state = v1::JOB_STATE_SUCCEEDED;
+  } else if (environment_.peer->is_interrupted()) {
+    TANDEM_LOG(kInfo, "job", "left running job=", job);
+    return;
+  } else if (absl::IsCancelled(result) && request == JobRequest::kCancel) {
+    state = v1::JOB_STATE_CANCELLED;
+    error.clear();
+  } else if (absl::IsCancelled(result) && request == JobRequest::kPause) {
+    state = v1::JOB_STATE_PAUSED;
+    error.clear();
+  } else if (absl::IsCancelled(result) && request == JobRequest::kNone) {
+    return;  // the request was taken back meanwhile: still RUNNING, so it is taken up again at once
+  } else if (absl::IsDeadlineExceeded(result) || absl::IsUnavailable(result)) {
+    state = v1::JOB_STATE_PAUSED;  // the rollout server stayed away; the job can go on when it is back
+  }
+  if (state == v1::JOB_STATE_PAUSED && loop != nullptr) {
+    if (const absl::Status written = loop->WriteCheckpoint(); !written.ok()) {
+      state = v1::JOB_STATE_FAILED;
+      error = absl::StrCat("pausing: ", written.message());
+    }
+  }
+  TANDEM_LOG(kInfo, "job", "ended job=", job, " state=", v1::JobState_Name(state), " error=", error.empty() ? "-" : error);
+  const absl::Status moved = store_->Transition(job, state, error);
+  if (!moved.ok()) TANDEM_LOG(kError, "job", "state not stored job=", job, " because=", std::string(moved.message()));
+}
+
+}  // namespace tandem

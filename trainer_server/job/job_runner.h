@@ -1,0 +1,76 @@
+// The one thread that owns training: takes jobs from the store, first in, first out, and walks each through its loop. A job left
+// RUNNING by a life before goes on from its checkpoint. Public functions are thread-safe unless they say otherwise.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "common/base/mutex.h"
+#include "trainer_server/job/job_store.h"
+#include "trainer_server/job/training_loop.h"
+
+namespace tandem {
+
+class JobRunner {
+ public:
+  struct Options {
+    std::string directory;  // holds jobs/<job>/
+    absl::Duration idle_poll = absl::Milliseconds(500);
+  };
+  JobRunner(JobStore* store, LoopEnvironment environment, Options options);
+  ~JobRunner();
+
+  void Start();
+  // Interrupts the step under way and joins the thread; the running job stays RUNNING in the store. Idempotent.
+  void Stop();
+
+  // Something in the store changed: a job came, or a request for the running one.
+  void Notify();
+  // The rollout server came back; an adapter it served is made known to it again.
+  void OnPeerAttached();
+  // Rises with every step, evaluation and state; blocks until it is above `seen` or `timeout` passed.
+  std::uint64_t WaitForChange(std::uint64_t seen, absl::Duration timeout);
+
+  // The store's status with what is waited for.
+  absl::StatusOr<v1::JobStatus> StatusOf(const std::string& job) const;
+  std::string running_job() const;
+  std::string phase() const;  // "rollout", "training", "idle"
+  // The first error of the runner itself, not of a job; OK while it serves.
+  absl::Status background_error() const;
+  // The pool by owner, the trainer's standing region split among its own.
+  std::vector<v1::OwnedBytes> Ledger() const;
+  std::string DirectoryOf(const std::string& job) const { return options_.directory + "/jobs/" + job; }
+
+ private:
+  void Run();
+  absl::Status RunNext();
+  void RunJob(const StoredJob& job);
+  // Until the job ends, or pauses, or the runner stops. OK: all steps done.
+  absl::Status WalkThrough(TrainingLoop* loop);
+  absl::StatusOr<std::unique_ptr<TrainingLoop>> Begin(const StoredJob& job);
+  absl::Status ClearStandingRegion(const std::string& next_job);
+  void EndJob(const std::string& job, const absl::Status& result, TrainingLoop* loop);
+  void Changed(const std::string& running_job, const std::string& phase);
+  void ExportLedger() const;
+
+  JobStore* const store_;
+  LoopEnvironment environment_;
+  const Options options_;
+  std::unique_ptr<TrainingLoop> resident_;  // of the last job: its adapter may still be asked for. Runner thread only.
+  std::thread thread_;
+
+  mutable Mutex mutex_;
+  mutable CondVar changed_;
+  bool is_stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  bool is_notified_ ABSL_GUARDED_BY(mutex_) = false;
+  bool is_reactivation_due_ ABSL_GUARDED_BY(mutex_) = false;
+  std::uint64_t change_ ABSL_GUARDED_BY(mutex_) = 1;
+  std::string running_job_ ABSL_GUARDED_BY(mutex_);
+  std::string phase_ ABSL_GUARDED_BY(mutex_) = "idle";
+  absl::Status background_error_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace tandem

@@ -1,0 +1,465 @@
+#include "trainer_server/job/training_loop.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "common/base/log.h"
+#include "common/base/random.h"
+#include "trainer_server/job/adapter_files.h"
+
+namespace tandem {
+namespace {
+
+// Part of the job's seed that draws evaluations, the same before and after training; beyond any step number.
+constexpr std::uint64_t kEvaluationPart = 0x4576616c'00000001ULL;
+constexpr std::size_t kEvaluationUnitPrompts = 1024;
+constexpr std::size_t kRecentSteps = 10;
+constexpr std::size_t kMaxRecordPromptBytes = 64 << 10;
+constexpr std::size_t kMaxRecordCompletionBytes = 256 << 10;
+
+double SecondsSince(absl::Time begin) { return absl::ToDoubleSeconds(absl::Now() - begin); }
+
+// At most `limit` bytes, cut between characters and ended by "..." when longer.
+std::string Shorten(std::string text, std::size_t limit) {
+  if (text.size() <= limit) return text;
+  std::size_t end = limit - 3;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  text.resize(end);
+  return text + "...";
+}
+
+double Mean(const std::vector<double>& values) {
+  return values.empty() ? 0 : std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+}
+
+// Appends mean, least and largest under TRL's names.
+void AppendLengths(const std::string& suffix, const std::vector<double>& lengths, NamedValues* values) {
+  if (lengths.empty()) return;
+  const auto [low, high] = std::ranges::minmax(lengths);
+  values->emplace_back("completions/mean_" + suffix, Mean(lengths));
+  values->emplace_back("completions/min_" + suffix, low);
+  values->emplace_back("completions/max_" + suffix, high);
+}
+
+void AppendLossMetrics(const LossOptions& options, const LossMetrics& metrics, NamedValues* values) {
+  if (metrics.token_count > 0) {
+    if (options.beta != 0) {
+      values->emplace_back("kl", metrics.kl_sum / metrics.token_count);
+      values->emplace_back("kl_clamped", metrics.kl_clamped);
+    }
+    values->emplace_back("entropy", metrics.entropy_sum / metrics.token_count);
+    values->emplace_back("approx_kl_old", metrics.approx_kl_old_sum / metrics.token_count);
+    if (options.off_policy_threshold.has_value()) {
+      values->emplace_back("off_policy_masked", metrics.off_policy_masked / metrics.token_count);
+    }
+  }
+  if (metrics.ratio_count > 0) {
+    values->emplace_back("ratio/mean", metrics.ratio_sum / metrics.ratio_count);
+    values->emplace_back("ratio/max", metrics.ratio_max);
+    values->emplace_back("clip_ratio/low_mean", metrics.clip_low / metrics.ratio_count);
+    values->emplace_back("clip_ratio/high_mean", metrics.clip_high / metrics.ratio_count);
+    values->emplace_back("clip_ratio/region_mean", (metrics.clip_low + metrics.clip_high) / metrics.ratio_count);
+    if (options.delta.has_value()) values->emplace_back("clip_ratio/delta_mean", metrics.delta_clip / metrics.ratio_count);
+  }
+  if (metrics.difference_count > 0) {
+    values->emplace_back("sampling/sampling_logp_difference/mean", metrics.logprob_difference_sum / metrics.difference_count);
+    values->emplace_back("sampling/sampling_logp_difference/max", metrics.logprob_difference_max);
+    values->emplace_back("sampling/raw_ratio/max", metrics.rollout_ratio_max);
+  }
+  if (metrics.rollout_weight_count > 0) {
+    values->emplace_back("sampling/importance_sampling_ratio/min", metrics.rollout_weight_min);
+    values->emplace_back("sampling/importance_sampling_ratio/mean", metrics.rollout_weight_sum / metrics.rollout_weight_count);
+    values->emplace_back("sampling/importance_sampling_ratio/max", metrics.rollout_weight_max);
+    values->emplace_back("sampling/clipped_ratio", metrics.rollout_clipped / metrics.rollout_weight_count);
+    values->emplace_back("sampling/masked_ratio", metrics.rollout_masked / metrics.rollout_weight_count);
+  }
+}
+
+// "rewards/correct/mean" is tandem_train_rewards_mean{function="correct"}; other characters than Prometheus allows become '_'.
+std::pair<std::string, Metrics::Labels> MetricName(const std::string& prefix, const std::string& name, const std::string& job) {
+  Metrics::Labels labels = {{"job", job}};
+  std::string metric = prefix;
+  const std::size_t begin = std::string("rewards/").size(), end = name.rfind('/');
+  if (name.rfind("rewards/", 0) == 0 && end > begin && end != std::string::npos) {
+    labels["function"] = name.substr(begin, end - begin);
+    metric += "rewards_" + name.substr(end + 1);
+  } else {
+    metric += name;
+  }
+  for (char& c : metric) {
+    const bool is_plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
+    if (!is_plain) c = '_';
+  }
+  return {metric, labels};
+}
+
+}  // namespace
+
+absl::StatusOr<StandingPiece> StandingPiece::Allocate(StandingAllocator* standing, std::uint64_t size_bytes,
+                                                      const std::string& owner) {
+  StandingPiece piece;
+  TANDEM_ASSIGN_OR_RETURN(piece.bytes_, standing->Allocate(size_bytes, owner));
+  piece.standing_ = standing;
+  return piece;
+}
+StandingPiece::StandingPiece(StandingPiece&& other) noexcept
+    : standing_(std::exchange(other.standing_, nullptr)), bytes_(std::exchange(other.bytes_, {})) {}
+StandingPiece& StandingPiece::operator=(StandingPiece&& other) noexcept {
+  if (this != &other) {
+    Free();
+    standing_ = std::exchange(other.standing_, nullptr);
+    bytes_ = std::exchange(other.bytes_, {});
+  }
+  return *this;
+}
+void StandingPiece::Free() noexcept {
+  if (standing_ != nullptr) standing_->Free(bytes_);
+  standing_ = nullptr;
+  bytes_ = {};
+}
+std::span<float> StandingPiece::floats() const {
+  return {static_cast<float*>(static_cast<void*>(bytes_.data())), bytes_.size() / sizeof(float)};
+}
+
+TrainingLoop::TrainingLoop(const LoopEnvironment& environment, std::string job, std::string job_text, JobPlan plan)
+    : environment_(environment), job_(std::move(job)), job_text_(std::move(job_text)), plan_(std::move(plan)) {}
+
+absl::StatusOr<std::unique_ptr<TrainingLoop>> TrainingLoop::Create(const LoopEnvironment& environment, const std::string& job,
+                                                                   const std::string& job_text, JobPlan plan,
+                                                                   const std::string& directory) {
+  std::unique_ptr<TrainingLoop> loop(new TrainingLoop(environment, job, job_text, std::move(plan)));
+  TANDEM_RETURN_IF_ERROR(loop->TakeMemory());
+  TANDEM_RETURN_IF_ERROR(loop->MakePolicy());
+  TANDEM_RETURN_IF_ERROR(loop->ResumeOrBegin(directory));
+  return loop;
+}
+
+absl::Status TrainingLoop::TakeMemory() {
+  const std::uint64_t size = plan_.layout.total_bytes;
+  StandingAllocator* const standing = environment_.standing;
+  const auto take = [&](const char* owner, StandingPiece* piece) -> absl::Status {
+    TANDEM_ASSIGN_OR_RETURN(*piece, StandingPiece::Allocate(standing, size, owner));
+    return absl::OkStatus();
+  };
+  TANDEM_RETURN_IF_ERROR(take("adapter_masters", &masters_));
+  TANDEM_RETURN_IF_ERROR(take("gradients", &gradients_));
+  TANDEM_RETURN_IF_ERROR(take("optimizer", &first_moments_));
+  TANDEM_RETURN_IF_ERROR(take("optimizer", &second_moments_));
+  for (StandingPiece& slot : slots_) TANDEM_RETURN_IF_ERROR(take("adapter_slots", &slot));
+  trained_ = {masters_.floats(), gradients_.floats(), first_moments_.floats(), second_moments_.floats(), 0};
+  return absl::OkStatus();
+}
+
+absl::Status TrainingLoop::MakePolicy() {
+  TANDEM_ASSIGN_OR_RETURN(policy_, environment_.make_policy({masters_.bytes(), gradients_.bytes()}, plan_.policy));
+  policy_->InitializeAdapters(plan_.spec.seed());
+  const v1::AdapterConfig& adapter = plan_.spec.adapter();
+  if (!adapter.start_config_content().empty()) TANDEM_RETURN_IF_ERROR(LoadStartAdapter());
+  prompts_ = std::make_unique<PromptSource>(plan_.data, environment_.encoder, plan_.spec.data(), plan_.spec.seed());
+  if (plan_.evaluation != nullptr) {
+    evaluation_prompts_ =
+        std::make_unique<PromptSource>(plan_.evaluation, environment_.encoder, plan_.spec.data(), plan_.spec.seed());
+  }
+  RolloutPeer* const peer = environment_.peer;
+  PoolMember* const member = environment_.member;
+  publisher_ = std::make_unique<AdapterPublisher>(
+      peer, AdapterPublisher::Options{.job = job_,
+                                      .slots = {slots_[0].bytes(), slots_[1].bytes()},
+                                      .offset_of = [member](const void* address) { return member->offset_of(address); },
+                                      .layout = plan_.layout,
+                                      .scale = plan_.policy.scale});
+  client_ = std::make_unique<RolloutClient>(
+      peer, [this] { return publisher_->Reactivate(); },
+      RolloutClient::Options{.tokenizer = environment_.tokenizer,
+                             .end_token_ids = environment_.model.end_token_ids,
+                             .vocab_size = static_cast<std::size_t>(environment_.model.vocab_size)});
+  phase_ = std::make_unique<ElasticPhase>(peer, ElasticPhase::Options{.member = member, .enter_arena = environment_.enter_arena});
+  driver_ = std::make_unique<StepDriver>(policy_.get(), &trained_, phase_.get(),
+                                         StepDriver::Options{.loss = plan_.loss,
+                                                             .advantage = plan_.advantage,
+                                                             .adamw = plan_.adamw,
+                                                             .learning_rate = plan_.learning_rate,
+                                                             .updates_per_rollout = plan_.spec.loss().updates_per_rollout(),
+                                                             .micro_batch_tokens = plan_.spec.batch().micro_batch_tokens(),
+                                                             .is_interrupted = [peer] { return peer->is_interrupted(); }});
+  return absl::OkStatus();
+}
+
+// The job begins at this adapter, which is its reference too.
+absl::Status TrainingLoop::LoadStartAdapter() {
+  TANDEM_ASSIGN_OR_RETURN(start_adapter_,
+                          StandingPiece::Allocate(environment_.standing, plan_.layout.total_bytes, "start_adapter"));
+  TANDEM_RETURN_IF_ERROR(ReadStartAdapter(plan_, environment_.model, *environment_.content, start_adapter_.bytes()));
+  std::ranges::copy(start_adapter_.bytes(), masters_.bytes().begin());
+  return policy_->SetReference(start_adapter_.bytes(), plan_.layout, plan_.policy.scale);
+}
+
+absl::Status TrainingLoop::ResumeOrBegin(const std::string& directory) {
+  TANDEM_ASSIGN_OR_RETURN(checkpoints_, CheckpointStore::Open(directory + "/checkpoints"));
+  TANDEM_ASSIGN_OR_RETURN(const std::optional<CheckpointState> resumed, checkpoints_->LoadNewest(job_text_, arrays()));
+  state_.seed = plan_.spec.seed();
+  if (resumed.has_value()) state_ = *resumed;
+  trained_.optimizer_steps = state_.optimizer_steps;
+  TANDEM_ASSIGN_OR_RETURN(history_, HistoryWriter::Open(directory, state_.history_bytes));
+  TANDEM_LOG(kInfo, "job", resumed.has_value() ? "resumed" : "begins", " job=", job_, " step=", state_.step,
+             " of=", plan_.spec.num_steps());
+  if (resumed.has_value()) return absl::OkStatus();
+  state_.weight_version = 1;
+  return WriteCheckpoint();
+}
+
+absl::Status TrainingLoop::EnsurePublished() {
+  if (publisher_->version() == state_.weight_version) return absl::OkStatus();
+  return publisher_->PublishWhenServing(state_.weight_version, masters_.bytes());
+}
+
+absl::StatusOr<std::vector<RolloutGroup>> TrainingLoop::DrawGroups(const std::vector<Prompt>& prompts, std::uint32_t group_size,
+                                                                   std::vector<std::uint64_t> seeds) {
+  RolloutUnit unit{.job = job_,
+                   .weight_version = state_.weight_version,
+                   .group_size = group_size,
+                   .sampling = plan_.spec.rollout().sampling(),
+                   .prompts = {},
+                   .seeds = std::move(seeds)};
+  for (const Prompt& prompt : prompts) unit.prompts.emplace_back(prompt.token_ids);
+  return client_->Draw(unit);
+}
+
+absl::StatusOr<std::vector<std::vector<std::optional<double>>>> TrainingLoop::ScoreGroup(const Prompt& prompt,
+                                                                                         const RolloutGroup& group) const {
+  std::vector<std::vector<std::optional<double>>> rewards;
+  for (const Rollout& rollout : group.members) {
+    const RewardInput input{.row = &prompt.row,
+                            .completion = rollout.text,
+                            .completion_tokens = static_cast<int>(rollout.token_ids.size()),
+                            .is_truncated = rollout.is_truncated()};
+    std::vector<std::optional<double>> values;
+    for (const auto& function : plan_.rewards) {
+      const auto value = function->Score(input);
+      if (!value.ok()) return Annotate(value.status(), absl::StrCat("reward ", function->name(), " row ", prompt.row_index));
+      if (value->has_value() && !std::isfinite(**value)) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("reward ", function->name(), " row ", prompt.row_index, ": ", **value, " is not finite"));
+      }
+      values.push_back(*value);
+    }
+    rewards.push_back(std::move(values));
+  }
+  return rewards;
+}
+
+absl::Status TrainingLoop::RunStep() {
+  const absl::Time begin = absl::Now();
+  const std::uint64_t step = state_.step + 1;
+  environment_.on_phase("rollout");
+  TANDEM_RETURN_IF_ERROR(EnsurePublished());
+  const double publish_seconds = SecondsSince(begin);
+
+  const absl::Time rollout_begin = absl::Now();
+  const v1::RolloutConfig& rollout = plan_.spec.rollout();
+  TANDEM_ASSIGN_OR_RETURN(std::vector<Prompt> prompts, prompts_->Draw(state_.prompt_cursor, rollout.prompts_per_step()));
+  std::vector<std::uint64_t> seeds;
+  for (std::size_t g = 0; g < prompts.size(); ++g) seeds.push_back(DeriveSeed(DeriveSeed(plan_.spec.seed(), step), g));
+  TANDEM_ASSIGN_OR_RETURN(std::vector<RolloutGroup> rollouts, DrawGroups(prompts, rollout.group_size(), std::move(seeds)));
+  const double rollout_seconds = SecondsSince(rollout_begin);
+
+  const absl::Time train_begin = absl::Now();
+  std::vector<ScoredGroup> groups;
+  for (std::size_t g = 0; g < prompts.size(); ++g) {
+    TANDEM_ASSIGN_OR_RETURN(auto rewards, ScoreGroup(prompts[g], rollouts[g]));
+    groups.push_back({std::move(prompts[g].token_ids), std::move(rollouts[g]), std::move(rewards)});
+  }
+  const double reward_seconds = SecondsSince(train_begin);
+  environment_.on_phase("training");
+  TANDEM_ASSIGN_OR_RETURN(const StepReport report, driver_->Run(step, groups));
+
+  std::uint64_t completion_tokens = 0, step_tokens = 0;
+  for (const ScoredGroup& group : groups) {
+    for (const Rollout& member : group.rollouts.members) {
+      completion_tokens += member.token_ids.size();
+      step_tokens += member.token_ids.size() + group.prompt_ids.size();
+    }
+  }
+  state_.step = step;
+  state_.weight_version = step + 1;
+  state_.optimizer_steps = trained_.optimizer_steps;
+  state_.prompt_cursor += rollout.prompts_per_step();
+  state_.num_tokens += step_tokens;
+
+  HistoryEvent event{.kind = HistoryEvent::Kind::kStep, .step = step, .values = StepValues(groups, report), .times = {}};
+  const double step_seconds = SecondsSince(begin);
+  recent_step_seconds_.push_back(step_seconds);
+  if (recent_step_seconds_.size() > kRecentSteps) recent_step_seconds_.erase(recent_step_seconds_.begin());
+  event.times = {{"step_time", step_seconds},
+                 {"rollout_seconds", rollout_seconds},
+                 {"publish_seconds", publish_seconds},
+                 {"reward_seconds", reward_seconds},
+                 {"train_seconds", SecondsSince(train_begin) - reward_seconds},
+                 {"phase_wait_seconds", absl::ToDoubleSeconds(report.phase_wait)},
+                 {"rollout_tokens_per_second", static_cast<double>(completion_tokens) / std::max(rollout_seconds, 1e-9)},
+                 {"seconds_left", Mean(recent_step_seconds_) * static_cast<double>(num_steps() - step)}};
+  TANDEM_RETURN_IF_ERROR(history_->WriteCompletions(step, Records(groups, report)));
+  TANDEM_RETURN_IF_ERROR(history_->Append(event));
+  state_.history_bytes = history_->size_bytes();
+  Export(event, &report);
+  TANDEM_LOG(kInfo, "job", "step job=", job_, " step=", step, " reward=", report.advantages.reward_mean, " loss=", report.loss,
+             " grad_norm=", report.optimizer.grad_norm, " seconds=", step_seconds);
+  return absl::OkStatus();
+}
+
+bool TrainingLoop::is_evaluation_due() const {
+  if (evaluation_prompts_ == nullptr || evaluated_step_ == state_.step) return false;
+  const std::uint64_t interval = plan_.spec.evaluation().interval_steps();
+  return state_.step == 0 || state_.step == num_steps() || (interval > 0 && state_.step % interval == 0);
+}
+
+absl::Status TrainingLoop::Evaluate() {
+  const absl::Time begin = absl::Now();
+  environment_.on_phase("rollout");
+  TANDEM_RETURN_IF_ERROR(EnsurePublished());
+  const std::size_t num_prompts = plan_.spec.evaluation().num_prompts();
+  const std::uint64_t seed = DeriveSeed(plan_.spec.seed(), kEvaluationPart);
+  std::vector<double> totals;
+  std::vector<std::vector<double>> by_function(plan_.rewards.size());
+  for (std::size_t first = 0; first < num_prompts; first += kEvaluationUnitPrompts) {
+    std::vector<Prompt> prompts;
+    std::vector<std::uint64_t> seeds;
+    for (std::size_t row = first; row < std::min(num_prompts, first + kEvaluationUnitPrompts); ++row) {
+      TANDEM_ASSIGN_OR_RETURN(Prompt prompt, evaluation_prompts_->Read(row));
+      prompts.push_back(std::move(prompt));
+      seeds.push_back(DeriveSeed(seed, row));
+    }
+    TANDEM_ASSIGN_OR_RETURN(const std::vector<RolloutGroup> groups, DrawGroups(prompts, 1, std::move(seeds)));
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      TANDEM_ASSIGN_OR_RETURN(const auto rewards, ScoreGroup(prompts[g], groups[g]));
+      if (const auto total = WeightedReward(rewards[0], plan_.advantage.weights)) totals.push_back(*total);
+      for (std::size_t k = 0; k < by_function.size(); ++k) {
+        if (rewards[0][k].has_value()) by_function[k].push_back(*rewards[0][k]);
+      }
+    }
+  }
+  HistoryEvent event{.kind = HistoryEvent::Kind::kEvaluation, .step = state_.step, .values = {}, .times = {}};
+  event.values.emplace_back("reward", Mean(totals));
+  for (std::size_t k = 0; k < by_function.size(); ++k) {
+    event.values.emplace_back(absl::StrCat("rewards/", plan_.rewards[k]->name(), "/mean"), Mean(by_function[k]));
+  }
+  event.values.emplace_back("num_prompts", static_cast<double>(num_prompts));
+  event.times = {{"evaluation_seconds", SecondsSince(begin)}};
+  TANDEM_RETURN_IF_ERROR(history_->Append(event));
+  evaluated_step_ = state_.step;
+  Export(event, nullptr);
+  TANDEM_LOG(kInfo, "job", "evaluation job=", job_, " step=", state_.step, " reward=", Mean(totals));
+  return absl::OkStatus();
+}
+
+bool TrainingLoop::is_checkpoint_due() const {
+  return state_.step % plan_.spec.checkpoint().interval_steps() == 0 || state_.step == num_steps();
+}
+
+absl::Status TrainingLoop::WriteCheckpoint() {
+  TANDEM_RETURN_IF_ERROR(history_->Sync());
+  return checkpoints_->Write(state_, job_text_, arrays(), plan_.spec.checkpoint().keep());
+}
+
+void TrainingLoop::KeepOnlyAdapter() {
+  driver_.reset();
+  client_.reset();
+  policy_.reset();
+  for (StandingPiece* piece : {&masters_, &gradients_, &first_moments_, &second_moments_, &start_adapter_}) piece->Free();
+}
+
+NamedValues TrainingLoop::StepValues(const std::vector<ScoredGroup>& groups, const StepReport& report) const {
+  std::vector<double> lengths, terminated;
+  std::vector<std::vector<double>> by_function(plan_.rewards.size());
+  for (const ScoredGroup& group : groups) {
+    for (std::size_t m = 0; m < group.rollouts.members.size(); ++m) {
+      const Rollout& rollout = group.rollouts.members[m];
+      lengths.push_back(static_cast<double>(rollout.token_ids.size()));
+      if (!rollout.is_truncated()) terminated.push_back(lengths.back());
+      for (std::size_t k = 0; k < by_function.size(); ++k) {
+        if (group.rewards[m][k].has_value()) by_function[k].push_back(*group.rewards[m][k]);
+      }
+    }
+  }
+  NamedValues values = {{"loss", report.loss},
+                        {"grad_norm", report.optimizer.grad_norm},
+                        {"learning_rate", report.learning_rate},
+                        {"reward", report.advantages.reward_mean},
+                        {"reward_std", report.advantages.reward_std},
+                        {"frac_reward_zero_std", report.advantages.zero_std_fraction},
+                        {"groups_dropped", report.advantages.groups_dropped},
+                        {"groups_skipped", static_cast<double>(report.num_groups_skipped)}};
+  for (std::size_t k = 0; k < by_function.size(); ++k) {
+    if (by_function[k].empty()) continue;
+    const Spread spread = ComputeSpread(by_function[k]);
+    values.emplace_back(absl::StrCat("rewards/", plan_.rewards[k]->name(), "/mean"), spread.mean);
+    values.emplace_back(absl::StrCat("rewards/", plan_.rewards[k]->name(), "/std"), spread.std);
+  }
+  AppendLengths("length", lengths, &values);
+  values.emplace_back("completions/clipped_ratio",
+                      1 - static_cast<double>(terminated.size()) / static_cast<double>(lengths.size()));
+  AppendLengths("terminated_length", terminated, &values);
+  AppendLossMetrics(plan_.loss, report.metrics, &values);
+  values.emplace_back("num_tokens", static_cast<double>(state_.num_tokens));
+  values.emplace_back("epoch", static_cast<double>(state_.prompt_cursor) / static_cast<double>(prompts_->num_rows()));
+  values.emplace_back("micro_batches", static_cast<double>(report.num_micro_batches));
+  values.emplace_back("weight_version", static_cast<double>(state_.weight_version));
+  return values;
+}
+
+std::vector<v1::CompletionRecord> TrainingLoop::Records(const std::vector<ScoredGroup>& groups, const StepReport& report) const {
+  std::vector<v1::CompletionRecord> records;
+  std::size_t sequence = 0;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    const std::string prompt =
+        Shorten(environment_.tokenizer->Decode(groups[g].prompt_ids, /*skip_special=*/false), kMaxRecordPromptBytes);
+    for (std::size_t m = 0; m < groups[g].rollouts.members.size(); ++m, ++sequence) {
+      const Rollout& rollout = groups[g].rollouts.members[m];
+      v1::CompletionRecord record;
+      record.set_step(static_cast<std::uint32_t>(state_.step));
+      record.set_group_index(static_cast<std::uint32_t>(g));
+      record.set_member_index(static_cast<std::uint32_t>(m));
+      record.set_prompt(prompt);
+      record.set_completion(Shorten(rollout.text, kMaxRecordCompletionBytes));
+      record.set_reward(report.advantages.rewards[sequence].value_or(0));
+      record.set_advantage(Mean(report.advantages.advantages[sequence]));
+      for (std::size_t k = 0; k < plan_.rewards.size(); ++k) {
+        if (!groups[g].rewards[m][k].has_value()) continue;
+        v1::NamedValue* value = record.add_rewards();
+        value->set_name(plan_.rewards[k]->name());
+        value->set_value(*groups[g].rewards[m][k]);
+      }
+      record.set_completion_tokens(static_cast<std::uint32_t>(rollout.token_ids.size()));
+      record.set_finish_reason(rollout.finish_reason);
+      records.push_back(std::move(record));
+    }
+  }
+  return records;
+}
+
+void TrainingLoop::Export(const HistoryEvent& event, const StepReport* report) {
+  Metrics* const metrics = environment_.metrics;
+  const std::string prefix = event.kind == HistoryEvent::Kind::kStep ? "tandem_train_" : "tandem_train_evaluation_";
+  for (const NamedValues* values : {&event.values, &event.times}) {
+    for (const auto& [name, value] : *values) {
+      const auto [metric, labels] = MetricName(prefix, name, job_);
+      metrics->SetGauge(metric, absl::StrCat("Last value of ", name, " in the job's history."), labels, value);
+    }
+  }
+  if (report == nullptr) return;
+  metrics->AddCounter("tandem_train_steps_total", "Optimizer steps of the loop.", {{"job", job_}}, 1);
+  metrics->AddCounter("tandem_train_groups_dropped_total", "Groups without any reward.", {{"job", job_}},
+                      report->advantages.groups_dropped);
+  const std::vector<double>& histogram = report->metrics.rollout_ratio_histogram;
+  for (std::size_t i = 0; i < histogram.size(); ++i) {
+    const std::string bound = i < std::size(kRolloutRatioBuckets) ? absl::StrCat(kRolloutRatioBuckets[i]) : "+Inf";
+    metrics->AddCounter("tandem_train_rollout_ratio_tokens_total",
+                        "Policy to rollout probability ratios before clipping, by their bucket's upper bound.",
+                        {{"job", job_}, {"bound", bound}}, histogram[i]);
+  }
+}
+
+}  // namespace tandem

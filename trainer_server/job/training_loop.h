@@ -1,0 +1,126 @@
+// The loop of one job: prompts -> rollouts -> rewards -> advantages -> micro-batches -> loss -> adapters -> weight version, with
+// its memory in the trainer's standing region and its files under one directory. Confined to the trainer thread; blocks.
+//
+// Between two calls the object is at a step boundary: a failed or interrupted call leaves it where it was.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "common/metrics/metrics.h"
+#include "common/model/prompt_encoder.h"
+#include "common/sharing/pool_member.h"
+#include "common/sharing/standing_allocator.h"
+#include "trainer_server/checkpoint/checkpoint_store.h"
+#include "trainer_server/job/history.h"
+#include "trainer_server/job/job_plan.h"
+#include "trainer_server/policy/policy_model.h"
+#include "trainer_server/prompt/prompt_source.h"
+#include "trainer_server/publish/adapter_publisher.h"
+#include "trainer_server/rollout/rollout_client.h"
+#include "trainer_server/step/step_driver.h"
+
+namespace tandem {
+
+using PolicyFactory =
+    std::function<absl::StatusOr<std::unique_ptr<PolicyModel>>(const AdapterMemory& memory, const PolicyOptions& options)>;
+
+// What every job shares.
+struct LoopEnvironment {
+  ModelConfig model;
+  std::shared_ptr<const Tokenizer> tokenizer;
+  std::shared_ptr<const PromptEncoder> encoder;
+  PoolMember* member = nullptr;
+  StandingAllocator* standing = nullptr;
+  RolloutPeer* peer = nullptr;
+  const ContentStore* content = nullptr;
+  Metrics* metrics = nullptr;
+  PolicyFactory make_policy;
+  std::function<std::shared_ptr<void>(std::span<std::byte> elastic)> enter_arena;  // may be empty
+  std::function<void(const std::string& phase)> on_phase;                          // "rollout", "training"
+};
+
+// A piece of the standing region, given back with its owner.
+class StandingPiece {
+ public:
+  StandingPiece() = default;
+  static absl::StatusOr<StandingPiece> Allocate(StandingAllocator* standing, std::uint64_t size_bytes, const std::string& owner);
+  StandingPiece(StandingPiece&& other) noexcept;
+  StandingPiece& operator=(StandingPiece&& other) noexcept;
+  ~StandingPiece() { Free(); }
+  void Free() noexcept;
+  std::span<std::byte> bytes() const { return bytes_; }
+  std::span<float> floats() const;
+
+ private:
+  StandingAllocator* standing_ = nullptr;
+  std::span<std::byte> bytes_;
+};
+
+class TrainingLoop {
+ public:
+  // Takes memory, resumes from the newest checkpoint under `directory` or writes the one of step 0. Requires: nobody reads the
+  // standing region's free parts. Errors: RESOURCE_EXHAUSTED (memory, by owner), DATA_LOSS (checkpoint).
+  static absl::StatusOr<std::unique_ptr<TrainingLoop>> Create(const LoopEnvironment& environment, const std::string& job,
+                                                              const std::string& job_text, JobPlan plan,
+                                                              const std::string& directory);
+
+  std::uint64_t step() const { return state_.step; }  // steps finished
+  std::uint64_t num_steps() const { return plan_.spec.num_steps(); }
+  // Draws, scores, trains; appends to the history. Errors: see RolloutClient, StepDriver.
+  absl::Status RunStep();
+  bool is_evaluation_due() const;
+  absl::Status Evaluate();
+  bool is_checkpoint_due() const;
+  // Of the last step boundary.
+  absl::Status WriteCheckpoint();
+
+  // Makes the adapter known again to a rollout server that came back. Requires: a version was published.
+  absl::Status Reactivate() { return publisher_->Reactivate(); }
+  // Frees all but the adapter in use, which `generate` may still ask for.
+  void KeepOnlyAdapter();
+  // Before the loop's memory may be used by another.
+  absl::Status Retire() { return publisher_->Retire(); }
+  const std::string& job() const { return job_; }
+
+ private:
+  TrainingLoop(const LoopEnvironment& environment, std::string job, std::string job_text, JobPlan plan);
+  absl::Status TakeMemory();
+  absl::Status MakePolicy();
+  absl::Status LoadStartAdapter();
+  absl::Status ResumeOrBegin(const std::string& directory);
+  absl::Status EnsurePublished();
+  absl::StatusOr<std::vector<RolloutGroup>> DrawGroups(const std::vector<Prompt>& prompts, std::uint32_t group_size,
+                                                       std::vector<std::uint64_t> seeds);
+  absl::StatusOr<std::vector<std::vector<std::optional<double>>>> ScoreGroup(const Prompt& prompt,
+                                                                             const RolloutGroup& group) const;
+  NamedValues StepValues(const std::vector<ScoredGroup>& groups, const StepReport& report) const;
+  std::vector<v1::CompletionRecord> Records(const std::vector<ScoredGroup>& groups, const StepReport& report) const;
+  void Export(const HistoryEvent& event, const StepReport* report);
+  CheckpointArrays arrays() const { return {masters_.bytes(), first_moments_.bytes(), second_moments_.bytes()}; }
+
+  const LoopEnvironment environment_;
+  const std::string job_;
+  const std::string job_text_;
+  JobPlan plan_;
+  StandingPiece masters_, gradients_, first_moments_, second_moments_, start_adapter_, slots_[2];
+  std::unique_ptr<PolicyModel> policy_;
+  std::unique_ptr<PromptSource> prompts_, evaluation_prompts_;
+  std::unique_ptr<AdapterPublisher> publisher_;
+  std::unique_ptr<RolloutClient> client_;
+  std::unique_ptr<ElasticPhase> phase_;
+  std::unique_ptr<StepDriver> driver_;
+  std::optional<CheckpointStore> checkpoints_;
+  std::optional<HistoryWriter> history_;
+  TrainedState trained_;
+  CheckpointState state_;  // of the last step boundary
+  std::optional<std::uint64_t> evaluated_step_;
+  std::vector<double> recent_step_seconds_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,103 @@
+// trainer_server: turns completions into a better policy, over the pool that it shares with rollout_server. This file only puts
+// the rooms together.
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/flags/flag.h"
+#include "common/base/log.h"
+#include "common/base/units.h"
+#include "common/model/model_source.h"
+#include "common/model/prompt_encoder.h"
+#include "common/rpc/daemon.h"
+#include "common/sharing/pool_member.h"
+#include "common/sharing/standing_allocator.h"
+#include "trainer_server/checkpoint/durable_file.h"
+#include "trainer_server/service/job_service.h"
+
+ABSL_FLAG(int, content_limit_gib, 64, "data sets and adapters kept under --data_dir, in GiB");
+ABSL_FLAG(int, peer_patience_minutes, 60, "how long a job waits for rollout_server before it is paused");
+
+namespace tandem {
+namespace {
+
+absl::StatusOr<int> Run(const DaemonConfig& config) {
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Metrics> metrics, Metrics::Create(config.metrics_address));
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMember> pool, PoolMember::Start(config.pool));
+  const v1::PoolManifest manifest = pool->manifest();
+
+  const std::span<std::byte> model_region = pool->region(v1::REGION_KIND_MODEL);
+  const std::string_view model_bytes(static_cast<const char*>(static_cast<const void*>(model_region.data())),
+                                     std::min<std::uint64_t>(manifest.weights().description_bytes(), model_region.size()));
+  TANDEM_ASSIGN_OR_RETURN(const ModelDescription description, ParseModelDescription(model_bytes));
+  TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<const Tokenizer> tokenizer, Tokenizer::Create(description.tokenizer));
+  TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<const PromptEncoder> encoder, PromptEncoder::Create(tokenizer));
+  const WeightLayout layout = WeightLayout::Create(description.config, description.format);
+
+  TANDEM_RETURN_IF_ERROR(MakeDirectories(config.data_dir + "/jobs"));
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<JobStore> store, JobStore::Open(config.data_dir + "/jobs.sqlite"));
+  const auto content_limit = static_cast<std::uint64_t>(std::max(absl::GetFlag(FLAGS_content_limit_gib), 1)) * kGiB;
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<ContentStore> content,
+                          ContentStore::Open(config.data_dir + "/content", content_limit));
+  const std::span<std::byte> standing_region = pool->region(v1::REGION_KIND_TRAINER_STANDING);
+  const std::unique_ptr<StandingAllocator> standing = StandingAllocator::Create(standing_region, v1::ROLE_TRAINER);
+  RolloutPeer peer({.address = config.pool.peer_address,
+                    .is_attached = [&pool] { return pool->is_peer_attached(); },
+                    .patience = absl::Minutes(absl::GetFlag(FLAGS_peer_patience_minutes))});
+
+  LoopEnvironment environment;
+  environment.model = description.config;
+  environment.tokenizer = tokenizer;
+  environment.encoder = encoder;
+  environment.member = pool.get();
+  environment.standing = standing.get();
+  environment.peer = &peer;
+  environment.content = content.get();
+  environment.metrics = metrics.get();
+  const std::byte* const weights = pool->region(v1::REGION_KIND_WEIGHTS).data();
+  environment.make_policy = [&description, &layout, weights](const AdapterMemory& memory, const PolicyOptions& options) {
+    return PolicyModel::Create(description.config, layout, weights, memory, options);
+  };
+  JobRunner runner(store.get(), environment, {.directory = config.data_dir});
+  const JobSurroundings surroundings{description.config, encoder, content.get(), standing_region.size()};
+  JobService service(
+      {.surroundings = surroundings, .model = description.config.name, .device = manifest.device_uuid(), .member = pool.get()},
+      store.get(), content.get(), &runner);
+  for (const v1::OwnedBytes& owned : runner.Ledger()) {
+    TANDEM_LOG(kInfo, "main", "ledger owner=", owned.owner(), " bytes=", owned.bytes(), " (", FormatBytes(owned.bytes()), ")");
+  }
+
+  PoolEvents events;
+  events.on_peer_attached = [&runner](v1::Role, int pid) {
+    TANDEM_LOG(kInfo, "main", "rollout_server attached pid=", pid);
+    runner.OnPeerAttached();
+  };
+  events.on_peer_lost = [](v1::Role) { TANDEM_LOG(kWarning, "main", "rollout_server lost"); };
+  return Daemon::Serve(
+      config, metrics.get(), {&service, pool->service()},
+      [&](int) {
+        pool->Offer(events);
+        runner.Start();
+      },
+      [&] { return runner.background_error(); },
+      [&] {
+        runner.Stop();
+        pool->Stop();
+      });
+}
+
+}  // namespace
+}  // namespace tandem
+
+int main(int argc, char** argv) {
+  const tandem::DaemonConfig config = tandem::Daemon::ParseFlags(argc, argv, "trainer_server", tandem::v1::ROLE_TRAINER,
+                                                                 "127.0.0.1:7070", "127.0.0.1:9090", "127.0.0.1:7071");
+  const absl::StatusOr<int> code = tandem::Run(config);
+  if (code.ok()) return *code;
+  TANDEM_LOG(kError, "main", "could not start: ", code.status().ToString());
+  return 2;
+}

@@ -1,0 +1,60 @@
+// JobService over gRPC: parses, asks the stores and the runner, writes. Never waits for training. Thread-safe.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "proto/job.grpc.pb.h"
+#include "trainer_server/job/content_store.h"
+#include "trainer_server/job/job_plan.h"
+#include "trainer_server/job/job_runner.h"
+#include "trainer_server/job/job_store.h"
+
+namespace tandem {
+
+class JobService final : public v1::JobService::Service {
+ public:
+  struct Options {
+    JobSurroundings surroundings;
+    std::string model;
+    std::string device;
+    PoolMember* member = nullptr;
+  };
+  static constexpr int kMaxStreams = 64;  // Watch, Upload, Completions and Export calls at a time
+
+  JobService(Options options, JobStore* store, ContentStore* content, JobRunner* runner);
+
+  grpc::Status Upload(grpc::ServerContext* context, grpc::ServerReader<v1::UploadRequest>* reader,
+                      v1::UploadResponse* response) override;
+  grpc::Status HasContent(grpc::ServerContext* context, const v1::HasContentRequest* request,
+                          v1::HasContentResponse* response) override;
+  grpc::Status Submit(grpc::ServerContext* context, const v1::SubmitRequest* request, v1::SubmitResponse* response) override;
+  grpc::Status Plan(grpc::ServerContext* context, const v1::PlanRequest* request, v1::PlanResponse* response) override;
+  grpc::Status ListJobs(grpc::ServerContext* context, const v1::ListJobsRequest* request,
+                        v1::ListJobsResponse* response) override;
+  grpc::Status GetJob(grpc::ServerContext* context, const v1::GetJobRequest* request, v1::JobStatus* response) override;
+  grpc::Status Watch(grpc::ServerContext* context, const v1::WatchRequest* request,
+                     grpc::ServerWriter<v1::WatchResponse>* writer) override;
+  grpc::Status Cancel(grpc::ServerContext* context, const v1::CancelRequest* request, v1::JobStatus* response) override;
+  grpc::Status Pause(grpc::ServerContext* context, const v1::PauseRequest* request, v1::JobStatus* response) override;
+  grpc::Status Resume(grpc::ServerContext* context, const v1::ResumeRequest* request, v1::JobStatus* response) override;
+  grpc::Status Completions(grpc::ServerContext* context, const v1::CompletionsRequest* request,
+                           grpc::ServerWriter<v1::CompletionRecord>* writer) override;
+  grpc::Status Export(grpc::ServerContext* context, const v1::ExportRequest* request,
+                      grpc::ServerWriter<v1::ExportResponse>* writer) override;
+  grpc::Status GetStatus(grpc::ServerContext* context, const v1::TrainerStatusRequest* request,
+                         v1::TrainerStatus* response) override;
+
+ private:
+  // One of kMaxStreams places; RAII. Errors: RESOURCE_EXHAUSTED.
+  class StreamPlace;
+
+  const Options options_;
+  JobStore* const store_;
+  ContentStore* const content_;
+  JobRunner* const runner_;
+  std::atomic<int> num_streams_ = 0;
+};
+
+}  // namespace tandem

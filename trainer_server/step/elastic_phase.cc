@@ -1,0 +1,41 @@
+#include "trainer_server/step/elastic_phase.h"
+
+#include "absl/time/clock.h"
+#include "common/base/log.h"
+
+namespace tandem {
+
+absl::Status ElasticPhase::Enter() {
+  const absl::Time limit = absl::Now() + peer_->patience();
+  while (!options_.member->holds_elastic()) {
+    const auto lease = options_.member->AcquireElastic(v1::STREAM_MODE_PAUSE, absl::Now() + options_.call_deadline);
+    if (lease.ok()) break;
+    const absl::Status status = lease.status();
+    if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status) && !absl::IsAborted(status) &&
+        !absl::IsCancelled(status)) {
+      return Annotate(status, "acquiring the elastic region");
+    }
+    if (absl::Now() > limit) return Annotate(status, "acquiring the elastic region");
+    TANDEM_LOG(kWarning, "step", "elastic region not acquired because=", std::string(status.message()));
+    TANDEM_RETURN_IF_ERROR(peer_->Pause(absl::Milliseconds(50)));
+    TANDEM_RETURN_IF_ERROR(peer_->WaitUntilServing());
+  }
+  if (options_.enter_arena) arena_ = options_.enter_arena(options_.member->region(v1::REGION_KIND_ELASTIC));
+  return absl::OkStatus();
+}
+
+absl::Status ElasticPhase::Leave() {
+  arena_.reset();
+  const absl::Time limit = absl::Now() + peer_->patience();
+  while (options_.member->holds_elastic()) {
+    const absl::Status status = options_.member->ReleaseElastic(absl::Now() + options_.call_deadline);
+    if (status.ok()) break;
+    if (absl::Now() > limit) return Annotate(status, "giving the elastic region back");
+    TANDEM_LOG(kWarning, "step", "elastic region not given back because=", std::string(status.message()));
+    TANDEM_RETURN_IF_ERROR(peer_->Pause(absl::Milliseconds(50)));
+    TANDEM_RETURN_IF_ERROR(peer_->WaitUntilServing());
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tandem

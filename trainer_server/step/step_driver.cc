@@ -1,0 +1,257 @@
+#include "trainer_server/step/step_driver.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "common/base/check.h"
+#include "common/base/log.h"
+#include "common/base/random.h"
+#include "trainer_server/batch/pack_micro_batches.h"
+
+namespace tandem {
+
+// One completion's arrays, all as long as its ids. Values of tokens outside the mask are never read.
+struct StepDriver::Sequence {
+  const Rollout* rollout = nullptr;
+  const std::vector<std::optional<double>>* rewards = nullptr;
+  std::vector<std::uint8_t> loss_mask;
+  std::vector<double> policy_logprobs, old_logprobs, ref_logprobs, entropies, scored_entropies;
+  std::span<const double> advantages;
+
+  bool is_trained() const { return std::ranges::find(loss_mask, 1) != loss_mask.end(); }
+  LossSequence ForLoss(bool use_scored_entropies) const {
+    return {.policy_logprobs = policy_logprobs,
+            .old_logprobs = old_logprobs,
+            .ref_logprobs = ref_logprobs,
+            .rollout_logprobs = rollout->rollout_logprobs,
+            .entropies = use_scored_entropies ? scored_entropies : entropies,
+            .loss_mask = loss_mask,
+            .kept_mass = rollout->kept_mass,
+            .advantages = advantages,
+            .is_truncated = rollout->is_truncated()};
+  }
+};
+
+namespace {
+
+// Calls `visit(completion, token, head_row)` for each head row of a micro-batch, in order.
+template <typename Mask, typename Visit>
+void VisitHeadRows(const MicroBatch& batch, const Mask& mask_of, const Visit& visit) {
+  std::size_t row = 0;
+  for (const PackedCompletion& completion : batch.completions) {
+    const std::vector<std::uint8_t>& mask = mask_of(completion);
+    for (std::size_t t = 0; t < mask.size(); ++t) {
+      if (mask[t] != 0) visit(completion, t, row++);
+    }
+  }
+  TANDEM_CHECK(row == batch.head_rows.size(), row, " masked tokens for ", batch.head_rows.size(), " head rows");
+}
+
+bool IsZero(std::span<const double> values) {
+  return std::ranges::all_of(values, [](double value) { return value == 0; });
+}
+
+}  // namespace
+
+StepDriver::StepDriver(PolicyModel* policy, TrainedState* state, ElasticPhase* phase, Options options)
+    : policy_(policy), state_(state), phase_(phase), options_(std::move(options)) {}
+
+absl::StatusOr<StepReport> StepDriver::Run(std::uint64_t step, std::span<const ScoredGroup> groups) {
+  // With several updates an earlier one may be applied when a later one is refused.
+  std::vector<float> saved;
+  const std::span<float> arrays[] = {state_->masters, state_->first_moments, state_->second_moments};
+  const std::uint64_t saved_optimizer_steps = state_->optimizer_steps;
+  if (options_.updates_per_rollout > 1) {
+    for (const std::span<float> array : arrays) saved.insert(saved.end(), array.begin(), array.end());
+  }
+  absl::StatusOr<StepReport> report = RunInPhase(step, groups);
+  if (!report.ok() && !saved.empty()) {
+    auto from = saved.begin();
+    for (const std::span<float> array : arrays) {
+      std::copy_n(from, array.size(), array.begin());
+      from += static_cast<std::ptrdiff_t>(array.size());
+    }
+  }
+  if (!report.ok()) state_->optimizer_steps = saved_optimizer_steps;
+  // An interrupted wait leaves the region with the trainer; the next phase then begins with it.
+  const absl::Status left = phase_->Leave();
+  if (!report.ok()) return Annotate(report.status(), absl::StrCat("step ", step));
+  if (!left.ok()) TANDEM_LOG(kWarning, "step", "elastic region kept because=", std::string(left.message()));
+  return report;
+}
+
+absl::StatusOr<StepReport> StepDriver::RunInPhase(std::uint64_t step, std::span<const ScoredGroup> groups) {
+  TANDEM_CHECK(!groups.empty(), "a step has groups");
+  const std::size_t group_size = groups[0].rollouts.members.size();
+  std::vector<Sequence> sequences;
+  for (const ScoredGroup& group : groups) {
+    TANDEM_CHECK(group.rollouts.members.size() == group_size && group.rewards.size() == group_size, "groups of one size");
+    for (std::size_t m = 0; m < group_size; ++m) {
+      const Rollout& rollout = group.rollouts.members[m];
+      Sequence sequence;
+      sequence.rollout = &rollout;
+      sequence.rewards = &group.rewards[m];
+      sequence.loss_mask = LossMaskFromLength(options_.loss, rollout.token_ids.size(), rollout.is_truncated());
+      sequences.push_back(std::move(sequence));
+    }
+  }
+  StepReport report;
+  report.learning_rate = LearningRateAt(options_.learning_rate, step);
+  const bool is_kl_in_reward = options_.advantage.kl_in_reward != 0;
+  if (!is_kl_in_reward) TANDEM_RETURN_IF_ERROR(ComputeStepAdvantages(sequences, group_size, &report));
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<MicroBatch> batches,
+                          Pack(groups, sequences, is_kl_in_reward ? nullptr : &report.advantages, &report));
+  report.num_micro_batches = batches.size();
+  if (!batches.empty()) {
+    const absl::Time begin = absl::Now();
+    TANDEM_RETURN_IF_ERROR(phase_->Enter());
+    report.phase_wait = absl::Now() - begin;
+  }
+  for (std::uint32_t update = 0; update < options_.updates_per_rollout; ++update) {
+    TANDEM_RETURN_IF_ERROR(Score(batches, update == 0, &sequences));
+    if (update == 0 && is_kl_in_reward) TANDEM_RETURN_IF_ERROR(ComputeStepAdvantages(sequences, group_size, &report));
+    if (update == 0) {
+      for (std::size_t i = 0; i < sequences.size(); ++i) sequences[i].advantages = report.advantages.advantages[i];
+    }
+    TANDEM_RETURN_IF_ERROR(Update(step, update, batches, &sequences, &report));
+  }
+  report.loss /= options_.updates_per_rollout;
+  if (const auto warning = RolloutMaskWarning(report.metrics)) TANDEM_LOG(kWarning, "step", *warning);
+  return report;
+}
+
+absl::Status StepDriver::ComputeStepAdvantages(std::span<const Sequence> sequences, std::size_t group_size,
+                                               StepReport* report) const {
+  std::vector<AdvantageSequence> inputs;
+  for (const Sequence& sequence : sequences) {
+    inputs.push_back({.rewards = *sequence.rewards,
+                      .old_logprobs = sequence.old_logprobs,
+                      .ref_logprobs = sequence.ref_logprobs,
+                      .loss_mask = sequence.loss_mask});
+  }
+  TANDEM_ASSIGN_OR_RETURN(report->advantages, ComputeAdvantages(options_.advantage, inputs, static_cast<int>(group_size)));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<MicroBatch>> StepDriver::Pack(std::span<const ScoredGroup> groups, std::span<const Sequence> sequences,
+                                                         const AdvantageResult* advantages, StepReport* report) const {
+  const LossOptions& loss = options_.loss;
+  const bool can_skip = advantages != nullptr && loss.beta == 0 && loss.entropy_coefficient == 0 &&
+                        loss.top_entropy_quantile >= 1 && loss.aggregation != Aggregation::kMicroBatchTokenMean;
+  std::vector<GroupToPack> to_pack;
+  std::int64_t longest = 0;
+  std::size_t first = 0;
+  for (const ScoredGroup& group : groups) {
+    const std::size_t group_size = group.rollouts.members.size();
+    bool is_flat = can_skip;
+    for (std::size_t i = first; is_flat && i < first + group_size; ++i) is_flat = IsZero(advantages->advantages[i]);
+    if (is_flat) {
+      ++report->num_groups_skipped;
+    } else {
+      GroupToPack packed{.prompt_ids = group.prompt_ids, .completions = {}};
+      for (std::size_t i = first; i < first + group_size; ++i) {
+        if (!sequences[i].is_trained()) continue;
+        const std::vector<std::uint32_t>& ids = sequences[i].rollout->token_ids;
+        packed.completions.push_back({static_cast<std::int32_t>(i), ids, sequences[i].loss_mask});
+        longest = std::max(longest, static_cast<std::int64_t>(group.prompt_ids.size() + ids.size()));
+      }
+      to_pack.push_back(std::move(packed));
+    }
+    first += group_size;
+  }
+  const std::int64_t max_tokens =
+      options_.micro_batch_tokens > 0 ? options_.micro_batch_tokens : std::max(kDefaultMicroBatchTokens, longest);
+  return PackMicroBatches(to_pack, max_tokens);
+}
+
+// Old and reference log-probs before the first update, entropies before each: the top-entropy mask's threshold is the step's.
+absl::Status StepDriver::Score(std::span<const MicroBatch> batches, bool is_first_update, std::vector<Sequence>* sequences) {
+  const bool is_kl_in_reward = options_.advantage.kl_in_reward != 0;
+  const bool needs_entropies = options_.loss.top_entropy_quantile < 1;
+  const bool needs_old = is_first_update && (options_.updates_per_rollout > 1 || is_kl_in_reward);
+  const bool needs_reference = is_first_update && (options_.loss.beta != 0 || is_kl_in_reward);
+  const auto mask_of = [&](const PackedCompletion& completion) -> const std::vector<std::uint8_t>& {
+    return (*sequences)[static_cast<std::size_t>(completion.sequence_index)].loss_mask;
+  };
+  const auto sequence_of = [&](const PackedCompletion& completion) -> Sequence& {
+    return (*sequences)[static_cast<std::size_t>(completion.sequence_index)];
+  };
+  // Every sequence gets arrays of its own length, packed or not.
+  for (Sequence& sequence : *sequences) {
+    const std::size_t length = sequence.loss_mask.size();
+    if (needs_old) sequence.old_logprobs.assign(length, 0);
+    if (needs_reference) sequence.ref_logprobs.assign(length, 0);
+    if (needs_entropies) sequence.scored_entropies.assign(length, 0);
+  }
+  for (const MicroBatch& batch : batches) {
+    if (options_.is_interrupted()) return absl::CancelledError("interrupted");
+    if (needs_old || needs_entropies) {
+      TANDEM_ASSIGN_OR_RETURN(const HeadScores scores, policy_->Score(batch, PolicyKind::kPolicy));
+      VisitHeadRows(batch, mask_of, [&](const PackedCompletion& completion, std::size_t t, std::size_t row) {
+        Sequence& sequence = sequence_of(completion);
+        if (needs_old) sequence.old_logprobs[t] = scores.logprobs[row];
+        if (needs_entropies) sequence.scored_entropies[t] = scores.entropies[row];
+      });
+    }
+    if (needs_reference) {
+      TANDEM_ASSIGN_OR_RETURN(const HeadScores scores, policy_->Score(batch, PolicyKind::kReference));
+      VisitHeadRows(batch, mask_of, [&](const PackedCompletion& completion, std::size_t t, std::size_t row) {
+        sequence_of(completion).ref_logprobs[t] = scores.logprobs[row];
+      });
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StepDriver::Update(std::uint64_t step, std::uint32_t update, std::span<const MicroBatch> batches,
+                                std::vector<Sequence>* sequences, StepReport* report) {
+  const bool use_scored_entropies = options_.loss.top_entropy_quantile < 1;
+  const bool has_entropy_bonus = options_.loss.entropy_coefficient != 0;
+  std::vector<LossSequence> all;
+  for (const Sequence& sequence : *sequences) all.push_back(sequence.ForLoss(use_scored_entropies));
+  const StepTotals totals = ComputeStepTotals(options_.loss, all, static_cast<int>(batches.size()));
+  const auto mask_of = [&](const PackedCompletion& completion) -> const std::vector<std::uint8_t>& {
+    return (*sequences)[static_cast<std::size_t>(completion.sequence_index)].loss_mask;
+  };
+  policy_->ZeroGradients();
+  for (std::size_t b = 0; b < batches.size(); ++b) {
+    const MicroBatch& batch = batches[b];
+    if (options_.is_interrupted()) return absl::CancelledError("interrupted");
+    const std::uint64_t dropout_stream = DeriveSeed(DeriveSeed(step, update), b);
+    TANDEM_ASSIGN_OR_RETURN(const HeadScores scores, policy_->Forward(batch, has_entropy_bonus, dropout_stream));
+    for (const PackedCompletion& completion : batch.completions) {
+      Sequence& sequence = (*sequences)[static_cast<std::size_t>(completion.sequence_index)];
+      sequence.policy_logprobs.assign(sequence.loss_mask.size(), 0);
+      sequence.entropies.assign(sequence.loss_mask.size(), 0);
+    }
+    VisitHeadRows(batch, mask_of, [&](const PackedCompletion& completion, std::size_t t, std::size_t row) {
+      Sequence& sequence = (*sequences)[static_cast<std::size_t>(completion.sequence_index)];
+      sequence.policy_logprobs[t] = scores.logprobs[row];
+      sequence.entropies[t] = scores.entropies[row];
+    });
+    std::vector<LossSequence> members;
+    for (const PackedCompletion& completion : batch.completions) {
+      members.push_back((*sequences)[static_cast<std::size_t>(completion.sequence_index)].ForLoss(use_scored_entropies));
+    }
+    absl::StatusOr<LossResult> result = EvaluateLoss(options_.loss, totals, members);
+    if (!result.ok()) return Annotate(result.status(), absl::StrCat("micro-batch ", b));
+    std::vector<double> grad_logprobs(batch.head_rows.size()), grad_entropies(has_entropy_bonus ? batch.head_rows.size() : 0);
+    const PackedCompletion* const first = batch.completions.data();
+    VisitHeadRows(batch, mask_of, [&](const PackedCompletion& completion, std::size_t t, std::size_t row) {
+      const auto member = static_cast<std::size_t>(&completion - first);
+      grad_logprobs[row] = result->grad_logprobs[member][t];
+      if (has_entropy_bonus) grad_entropies[row] = result->grad_entropies[member][t];
+    });
+    TANDEM_RETURN_IF_ERROR(policy_->Backward(grad_logprobs, grad_entropies));
+    report->loss += result->loss;
+    report->metrics.Add(result->metrics);
+  }
+  TANDEM_ASSIGN_OR_RETURN(report->optimizer,
+                          AdamWStep(options_.adamw, report->learning_rate, state_->optimizer_steps + 1, state_->masters,
+                                    state_->gradients, state_->first_moments, state_->second_moments));
+  ++state_->optimizer_steps;
+  return absl::OkStatus();
+}
+
+}  // namespace tandem

@@ -1,0 +1,82 @@
+// One optimizer step of the loop, or `updates_per_rollout` of them: scored groups -> advantages -> micro-batches -> loss ->
+// AdamW. Confined to the trainer thread. Deterministic: the same groups and state give the same bits.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "trainer_server/advantage/advantage.h"
+#include "trainer_server/loss/loss.h"
+#include "trainer_server/optim/adamw.h"
+#include "trainer_server/optim/learning_rate.h"
+#include "trainer_server/policy/policy_model.h"
+#include "trainer_server/rollout/rollout_group.h"
+#include "trainer_server/step/elastic_phase.h"
+
+namespace tandem {
+
+// What the job trains, flat fp32 in AdapterLayout order, and how often it was updated.
+struct TrainedState {
+  std::span<float> masters, gradients, first_moments, second_moments;
+  std::uint64_t optimizer_steps = 0;
+};
+
+// A group with the values of each reward function; nullopt: the function did not apply.
+struct ScoredGroup {
+  std::vector<std::uint32_t> prompt_ids;
+  RolloutGroup rollouts;
+  std::vector<std::vector<std::optional<double>>> rewards;  // [group_size][num_functions]
+};
+
+struct StepReport {
+  double loss = 0;        // mean over the updates
+  AdamWReport optimizer;  // of the last update
+  double learning_rate = 0;
+  AdvantageResult advantages;  // sequences in the order of groups and members
+  LossMetrics metrics;         // summed over the updates
+  std::size_t num_micro_batches = 0;
+  std::size_t num_groups_skipped = 0;  // no variance: nothing to learn from
+  absl::Duration phase_wait;           // for the elastic region
+};
+
+class StepDriver {
+ public:
+  struct Options {
+    LossOptions loss;
+    AdvantageOptions advantage;
+    AdamWOptions adamw;
+    LearningRateOptions learning_rate;
+    std::uint32_t updates_per_rollout = 1;
+    std::int64_t micro_batch_tokens = 0;   // 0: kDefaultMicroBatchTokens, or the longest sequence
+    std::function<bool()> is_interrupted;  // asked between micro-batches
+  };
+  static constexpr std::int64_t kDefaultMicroBatchTokens = 2048;
+
+  StepDriver(PolicyModel* policy, TrainedState* state, ElasticPhase* phase, Options options);
+
+  // `step` counts from 1. A group whose advantages are all exactly 0 is not computed when nothing but the advantage gives it a
+  // gradient; it stays in every denominator. Errors: CANCELLED (interrupted), FAILED_PRECONDITION (a value is not finite: the
+  // step is refused), those of ElasticPhase. After an error masters, moments and counters are what they were, and the region is
+  // given back unless that failed.
+  absl::StatusOr<StepReport> Run(std::uint64_t step, std::span<const ScoredGroup> groups);
+
+ private:
+  struct Sequence;
+  absl::StatusOr<StepReport> RunInPhase(std::uint64_t step, std::span<const ScoredGroup> groups);
+  absl::Status ComputeStepAdvantages(std::span<const Sequence> sequences, std::size_t group_size, StepReport* report) const;
+  absl::StatusOr<std::vector<MicroBatch>> Pack(std::span<const ScoredGroup> groups, std::span<const Sequence> sequences,
+                                               const AdvantageResult* advantages, StepReport* report) const;
+  absl::Status Score(std::span<const MicroBatch> batches, bool is_first_update, std::vector<Sequence>* sequences);
+  absl::Status Update(std::uint64_t step, std::uint32_t update, std::span<const MicroBatch> batches,
+                      std::vector<Sequence>* sequences, StepReport* report);
+
+  PolicyModel* const policy_;
+  TrainedState* const state_;
+  ElasticPhase* const phase_;
+  const Options options_;
+};
+
+}  // namespace tandem
