@@ -12,7 +12,7 @@ struct Outcome {
   bool is_stopped = false;
 };
 
-Outcome Run(const std::vector<std::string>& tokens, std::vector<std::string> stops) {
+Outcome Feed(const std::vector<std::string>& tokens, std::vector<std::string> stops) {
   CompletionText text(std::make_shared<testing::FakeTokenizer>(tokens), std::move(stops));
   Outcome outcome;
   for (std::uint32_t id = 0; id < tokens.size(); ++id) {
@@ -30,7 +30,7 @@ Outcome Run(const std::vector<std::string>& tokens, std::vector<std::string> sto
 
 // CASES C05
 TEST(CompletionTextTest, StopStringMayBeginInsideOneTokenAndEndInsideAnother) {
-  const Outcome outcome = Run({"xE", "N", "Dy", "z"}, {"END"});
+  const Outcome outcome = Feed({"xE", "N", "Dy", "z"}, {"END"});
   EXPECT_EQ(outcome.text, "x");
   EXPECT_EQ(outcome.num_tokens, 3u);
   EXPECT_TRUE(outcome.is_stopped);
@@ -38,14 +38,14 @@ TEST(CompletionTextTest, StopStringMayBeginInsideOneTokenAndEndInsideAnother) {
 
 // CASES C05
 TEST(CompletionTextTest, StopStringOnTheFirstToken) {
-  const Outcome outcome = Run({"END", "y"}, {"END"});
+  const Outcome outcome = Feed({"END", "y"}, {"END"});
   EXPECT_EQ(outcome.text, "");
   EXPECT_EQ(outcome.num_tokens, 1u);
 }
 
 // CASES C05
 TEST(CompletionTextTest, FalseStartBeforeTheMatch) {
-  const Outcome outcome = Run({"E", "EN", "D"}, {"END"});
+  const Outcome outcome = Feed({"E", "EN", "D"}, {"END"});
   EXPECT_EQ(outcome.text, "E");
   EXPECT_EQ(outcome.num_tokens, 3u);
   EXPECT_TRUE(outcome.is_stopped);
@@ -53,7 +53,7 @@ TEST(CompletionTextTest, FalseStartBeforeTheMatch) {
 
 // CASES C05
 TEST(CompletionTextTest, PartialMatchAtTheEndIsReleased) {
-  const Outcome outcome = Run({"x", "E", "N"}, {"END", "ENX"});
+  const Outcome outcome = Feed({"x", "E", "N"}, {"END", "ENX"});
   EXPECT_EQ(outcome.text, "xEN");
   EXPECT_FALSE(outcome.is_stopped);
 }
@@ -69,7 +69,7 @@ TEST(CompletionTextTest, TextIsHeldOnlyWhileAMatchIsOpen) {
   EXPECT_EQ(text.Finish(), "");
 }
 
-TEST(CompletionTextTest, TheEarliestOfSeveralMatchesCounts) { EXPECT_EQ(Run({"abcd"}, {"cd", "b"}).text, "a"); }
+TEST(CompletionTextTest, TheEarliestOfSeveralMatchesCounts) { EXPECT_EQ(Feed({"abcd"}, {"cd", "b"}).text, "a"); }
 
 }  // namespace
 }  // namespace tandem

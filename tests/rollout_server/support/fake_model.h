@@ -151,6 +151,9 @@ class FakeTokenizer final : public Tokenizer {
   std::vector<TokenId> Encode(std::string_view text, ControlTokens /*control*/) const override {
     return std::vector<TokenId>(text.size(), 1);
   }
+  std::vector<TokenId> EncodeMarked(std::string_view text, std::span<const TextRange> /*control_ranges*/) const override {
+    return Encode(text, ControlTokens::kLiteral);
+  }
   std::string Decode(std::span<const TokenId> ids, bool /*skip_special*/) const override {
     std::string text;
     for (TokenId id : ids) text += spec_.tokens[id];
