@@ -250,24 +250,6 @@ std::optional<double> WeightedReward(std::span<const std::optional<double>> rewa
   return sum;
 }
 
-Spread ComputeSpread(std::span<const double> values) {
-  Spread spread;
-  spread.count = values.size();
-  if (values.empty()) return spread;
-  const auto [low, high] = std::ranges::minmax(values);
-  if (low == high) {
-    spread.mean = low;
-    return spread;
-  }
-  const auto count = static_cast<double>(values.size());
-  for (const double value : values) spread.mean += value;
-  spread.mean /= count;
-  double squares = 0;
-  for (const double value : values) squares += (value - spread.mean) * (value - spread.mean);
-  spread.std = std::sqrt(squares / (count - 1));
-  return spread;
-}
-
 absl::StatusOr<AdvantageResult> ComputeAdvantages(const AdvantageOptions& options, std::span<const AdvantageSequence> sequences,
                                                   int group_size) {
   TANDEM_RETURN_IF_ERROR(CheckInputs(options, sequences, group_size));

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "common/base/status.h"
+#include "trainer_server/reward/spread.h"
 
 namespace tandem {
 
@@ -47,14 +48,6 @@ struct AdvantageResult {
 };
 // The weighted sum of the functions that applied; nullopt when none did. Empty weights: all 1.
 std::optional<double> WeightedReward(std::span<const std::optional<double>> rewards, std::span<const double> weights);
-
-// Mean and sample standard deviation (ddof 1). Equal values, decided by min == max, give that value and 0 exactly.
-struct Spread {
-  double mean = 0;
-  double std = 0;
-  std::size_t count = 0;  // below 2 the standard deviation is undefined, and 0 here
-};
-Spread ComputeSpread(std::span<const double> values);
 
 // Sequence i belongs to group i / group_size. A sequence without reward gets advantage 0 and leaves every mean. Errors:
 // INVALID_ARGUMENT naming the function and row of a reward that is not finite, or a number of rewards that differs.

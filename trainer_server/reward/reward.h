@@ -13,10 +13,10 @@
 namespace tandem {
 
 struct RewardInput {
-  const nlohmann::json* row = nullptr;   // the data set row, all fields
-  std::string completion;                // text without end token
+  const nlohmann::json* row = nullptr;  // the data set row, all fields
+  std::string completion;               // text without end token
   int completion_tokens = 0;
-  bool is_truncated = false;             // ended by the token limit
+  bool is_truncated = false;  // ended by the token limit
 };
 
 class RewardFunction {
@@ -24,7 +24,8 @@ class RewardFunction {
   virtual ~RewardFunction() = default;
   virtual const std::string& name() const = 0;
   virtual double weight() const = 0;
-  // nullopt: the function does not apply to this row (a field it needs is null). Errors: INVALID_ARGUMENT naming function, row field.
+  // nullopt: the function does not apply to this row (a field it needs is null). Errors: INVALID_ARGUMENT naming function, row
+  // field.
   virtual absl::StatusOr<std::optional<double>> Score(const RewardInput& input) const = 0;
   // Fields a row must have, checked when a job is submitted.
   virtual std::vector<std::string> required_fields() const = 0;

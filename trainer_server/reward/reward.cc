@@ -1,0 +1,115 @@
+#include "trainer_server/reward/reward.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string_view>
+#include <utility>
+
+#include "absl/strings/str_join.h"
+#include "trainer_server/reward/reward_functions.h"
+
+namespace tandem {
+namespace {
+
+class FormulaReward final : public RewardFunction {
+ public:
+  FormulaReward(RewardIdentity identity, std::vector<std::string> required_fields, RewardFormula formula)
+      : identity_(std::move(identity)), required_fields_(std::move(required_fields)), formula_(std::move(formula)) {}
+
+  const std::string& name() const override { return identity_.name; }
+  double weight() const override { return identity_.weight; }
+  absl::StatusOr<std::optional<double>> Score(const RewardInput& input) const override { return formula_(input); }
+  std::vector<std::string> required_fields() const override { return required_fields_; }
+
+ private:
+  RewardIdentity identity_;
+  std::vector<std::string> required_fields_;
+  RewardFormula formula_;
+};
+
+RewardFormula MakeEndedByItself() {
+  return [](const RewardInput& input) -> absl::StatusOr<std::optional<double>> { return input.is_truncated ? 0.0 : 1.0; };
+}
+
+// The name of the function that is set, as job.proto writes it; empty when none is.
+std::string FunctionName(const v1::RewardConfig& config) {
+  const auto* set =
+      config.GetReflection()->GetOneofFieldDescriptor(config, v1::RewardConfig::descriptor()->FindOneofByName("function"));
+  return set == nullptr ? std::string() : set->name();
+}
+
+std::string KnownFunctions() {
+  const auto* oneof = v1::RewardConfig::descriptor()->FindOneofByName("function");
+  std::vector<std::string> names;
+  for (int i = 0; i < oneof->field_count(); ++i) names.push_back(oneof->field(i)->name());
+  return absl::StrJoin(names, ", ");
+}
+
+bool IsLogName(const std::string& name) {
+  return !name.empty() && name.size() <= 64 && std::ranges::all_of(name, [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-' || c == '.';
+  });
+}
+
+}  // namespace
+
+void RewardFaults::Add(std::string_view field, std::string_view text) {
+  lines_.push_back(absl::StrCat(path_, ToAbsl(field), ": ", ToAbsl(text)));
+}
+
+std::unique_ptr<RewardFunction> MakeFormulaReward(RewardIdentity identity, std::vector<std::string> required_fields,
+                                                  RewardFormula formula) {
+  return std::make_unique<FormulaReward>(std::move(identity), std::move(required_fields), std::move(formula));
+}
+
+absl::StatusOr<std::unique_ptr<RewardFunction>> MakeRewardFunction(const v1::RewardConfig& config,
+                                                                   const std::string& field_path) {
+  const std::string function = FunctionName(config);
+  RewardIdentity identity{.name = config.name().empty() ? function : config.name(), .weight = config.weight()};
+  RewardFaults own(field_path), inner(absl::StrCat(field_path, function, "."));
+  if (!config.name().empty() && !IsLogName(config.name())) {
+    own.Add("name", absl::StrCat("'", config.name(), "', must be 1 to 64 letters, digits, _, - and ."));
+  }
+  if (!std::isfinite(config.weight()) || config.weight() == 0) {
+    own.Add("weight", absl::StrCat(config.weight(), ", must be finite and not 0"));
+  }
+  RewardFormula formula;
+  std::vector<std::string> required_fields;
+  switch (config.function_case()) {
+    case v1::RewardConfig::kNumericAnswer:
+      formula = MakeNumericAnswer(config.numeric_answer(), identity, &inner);
+      required_fields = {config.numeric_answer().answer_field()};
+      break;
+    case v1::RewardConfig::kNumericDistance:
+      formula = MakeNumericDistance(config.numeric_distance(), identity, &inner);
+      required_fields = {config.numeric_distance().answer_field()};
+      break;
+    case v1::RewardConfig::kEndedByItself:
+      formula = MakeEndedByItself();
+      break;
+    case v1::RewardConfig::kAnswerTags:
+      formula = MakeAnswerTags(config.answer_tags(), &inner);
+      break;
+    case v1::RewardConfig::kIntegerOnly:
+      formula = MakeIntegerOnly(config.integer_only(), &inner);
+      break;
+    case v1::RewardConfig::kTagCount:
+      formula = MakeTagCount(config.tag_count(), &inner);
+      break;
+    case v1::RewardConfig::kKeywords:
+      formula = MakeKeywords(config.keywords(), &inner);
+      break;
+    case v1::RewardConfig::kLength:
+      formula = MakeLengthReward(config.length(), &inner);
+      break;
+    case v1::RewardConfig::FUNCTION_NOT_SET:
+      own.Add("function", absl::StrCat("none is set, must be one of ", KnownFunctions()));
+      break;
+  }
+  std::vector<std::string> faults = own.lines();
+  faults.insert(faults.end(), inner.lines().begin(), inner.lines().end());
+  if (!faults.empty()) return absl::InvalidArgumentError(absl::StrJoin(faults, "\n"));
+  return MakeFormulaReward(std::move(identity), std::move(required_fields), std::move(formula));
+}
+
+}  // namespace tandem

@@ -1,0 +1,49 @@
+// The families of reward functions, made from validated parts. Internal to this room: MakeRewardFunction is the entry.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "trainer_server/reward/reward.h"
+
+namespace tandem {
+
+// What every function has.
+struct RewardIdentity {
+  std::string name;
+  double weight = 1;
+};
+
+// A function that is a plain formula over its input.
+using RewardFormula = std::function<absl::StatusOr<std::optional<double>>(const RewardInput&)>;
+std::unique_ptr<RewardFunction> MakeFormulaReward(RewardIdentity identity, std::vector<std::string> required_fields,
+                                                  RewardFormula formula);
+
+// Collects "field: value, limit" lines below one path.
+class RewardFaults {
+ public:
+  explicit RewardFaults(std::string path) : path_(std::move(path)) {}
+  void Add(std::string_view field, std::string_view text);
+  const std::vector<std::string>& lines() const { return lines_; }
+
+ private:
+  std::string path_;
+  std::vector<std::string> lines_;
+};
+
+// Each takes its message, adds its faults, and returns the formula; the caller drops the result when there are faults.
+RewardFormula MakeNumericAnswer(const v1::NumericAnswer& config, const RewardIdentity& identity, RewardFaults* faults);
+RewardFormula MakeNumericDistance(const v1::NumericDistance& config, const RewardIdentity& identity, RewardFaults* faults);
+RewardFormula MakeAnswerTags(const v1::AnswerTags& config, RewardFaults* faults);
+RewardFormula MakeIntegerOnly(const v1::IntegerOnly& config, RewardFaults* faults);
+RewardFormula MakeTagCount(const v1::TagCount& config, RewardFaults* faults);
+RewardFormula MakeKeywords(const v1::Keywords& config, RewardFaults* faults);
+RewardFormula MakeLengthReward(const v1::LengthReward& config, RewardFaults* faults);
+
+// What stands inside the last complete <tag>..</tag>.
+std::optional<std::string_view> TextInTag(std::string_view text, std::string_view tag);
+
+}  // namespace tandem
