@@ -63,7 +63,7 @@ std::string ProgressPrinter::StepLine(const v1::StepMetrics& metrics, std::uint3
   }
   if (const auto length = ValueOf(metrics, "completions/mean_length")) absl::StrAppendFormat(&line, "  length %.1f", *length);
   if (const auto kl = ValueOf(metrics, "kl")) absl::StrAppendFormat(&line, "  kl %.4f", *kl);
-  if (const auto speed = ValueOf(metrics, "tokens_per_second")) absl::StrAppendFormat(&line, "  %.0f tok/s", *speed);
+  if (const auto speed = ValueOf(metrics, "rollout_tokens_per_second")) absl::StrAppendFormat(&line, "  %.0f tok/s", *speed);
   absl::StrAppend(&line, "  left ", FormatDuration(metrics.seconds_left()));
   return line;
 }

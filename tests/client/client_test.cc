@@ -149,7 +149,7 @@ TEST(ProgressTest, LineShowsStepRewardFunctionsLengthAndTimeLeft) {
   metrics.set_step(4);
   metrics.set_seconds_left(65);
   for (const auto& [name, value] : std::map<std::string, double>{
-           {"reward", 0.5}, {"rewards/correct/mean", 0.25}, {"completions/mean_length", 11.5}, {"tokens_per_second", 412}}) {
+           {"reward", 0.5}, {"rewards/correct/mean", 0.25}, {"completions/mean_length", 11.5}, {"rollout_tokens_per_second", 412}}) {
     auto* entry = metrics.add_values();
     entry->set_name(name);
     entry->set_value(value);
