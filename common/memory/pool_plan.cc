@@ -12,8 +12,6 @@ constexpr std::uint64_t kDefaultElasticBytes = 1536 * kMiB;
 constexpr std::uint64_t kDefaultRolloutStandingBytes = 64 * kMiB;
 constexpr std::uint64_t kDefaultTrainerStandingBytes = 256 * kMiB;
 constexpr std::uint64_t kRegionAlignmentBytes = 2 * kMiB;  // a huge page; smaller when chunks are
-constexpr std::uint64_t kMaxPoolBytes = std::uint64_t{1} << 46;
-constexpr std::uint64_t kMaxChunks = 32768;  // half of Linux' default limit of maps a process
 
 constexpr std::array kOrder = {v1::REGION_KIND_WEIGHTS, v1::REGION_KIND_MODEL, v1::REGION_KIND_ROLLOUT_STANDING,
                                v1::REGION_KIND_TRAINER_STANDING, v1::REGION_KIND_ELASTIC};
@@ -26,8 +24,9 @@ absl::StatusOr<PoolPlan> PoolPlan::Create(const PoolSizes& sizes, std::uint64_t 
                                                or_default(sizes.rollout_standing_bytes, kDefaultRolloutStandingBytes),
                                                or_default(sizes.trainer_standing_bytes, kDefaultTrainerStandingBytes)};
   for (const std::uint64_t bytes : {wanted[0], wanted[1], wanted[2], wanted[3], sizes.pool_bytes, sizes.chunk_bytes}) {
-    if (bytes > kMaxPoolBytes)
-      return absl::InvalidArgumentError(absl::StrCat("pool: a size of ", bytes, " bytes is beyond the limit of ", kMaxPoolBytes));
+    if (bytes > PoolPlan::kMaxPoolBytes)
+      return absl::InvalidArgumentError(
+          absl::StrCat("pool: a size of ", bytes, " bytes is beyond the limit of ", PoolPlan::kMaxPoolBytes));
   }
   if (sizes.chunk_bytes % granularity_bytes != 0)
     return absl::InvalidArgumentError(
@@ -47,10 +46,10 @@ absl::StatusOr<PoolPlan> PoolPlan::Create(const PoolSizes& sizes, std::uint64_t 
   PoolPlan plan;
   plan.chunk_bytes = or_default(sizes.chunk_bytes, least_bytes < 8 * kGiB ? 64 * kMiB : 256 * kMiB);
   const std::uint64_t pool_bytes = RoundUp(least_bytes, plan.chunk_bytes);
-  if (pool_bytes / plan.chunk_bytes > kMaxChunks)
+  if (pool_bytes / plan.chunk_bytes > PoolPlan::kMaxChunks)
     return absl::InvalidArgumentError(absl::StrCat("pool: ", FormatBytes(pool_bytes), " in chunks of ",
                                                    FormatBytes(plan.chunk_bytes), " are ", pool_bytes / plan.chunk_bytes,
-                                                   " chunks, more than ", kMaxChunks, ": take larger chunks"));
+                                                   " chunks, more than ", PoolPlan::kMaxChunks, ": take larger chunks"));
   plan.num_chunks = static_cast<std::uint32_t>(pool_bytes / plan.chunk_bytes);
   std::uint64_t begin = 0;
   for (std::size_t i = 0; i < kOrder.size(); ++i) {

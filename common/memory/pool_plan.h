@@ -19,6 +19,9 @@ struct PoolSizes {
 };
 
 struct PoolPlan {
+  static constexpr std::uint64_t kMaxPoolBytes = std::uint64_t{1} << 46;
+  static constexpr std::uint64_t kMaxChunks = 32768;  // half of Linux' default limit of maps a process
+
   std::uint64_t chunk_bytes = 0;
   std::uint32_t num_chunks = 0;
   std::vector<v1::Region> regions;  // in order, without gaps, over the whole pool; the elastic range takes what is left

@@ -1,5 +1,5 @@
-// A daemon's membership in the pool: it found a pool to join or made one, mapped it once for life, and offers it to whoever comes.
-// This is all that the two servers see of the handshake. Thread-safe.
+// A daemon's membership in the pool: it found a pool to join or made one, mapped it once for life, and offers it to whoever
+// comes. This is all that the two servers see of the handshake. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -18,26 +18,28 @@ namespace tandem {
 
 struct PoolMemberOptions {
   v1::Role role = v1::ROLE_UNSPECIFIED;
-  std::string peer_address;            // gRPC address of the other daemon
-  std::string run_dir;                 // lock file and Unix sockets; 0700
-  std::string model_path;              // read only by the daemon that makes the pool; may be empty for one that only joins
-  std::uint64_t pool_bytes = 0;        // 0: weights + model + both standing regions + a default elastic region
-  std::uint64_t chunk_bytes = 0;       // 0: by pool size
+  std::string peer_address;                  // gRPC address of the other daemon
+  std::string run_dir;                       // lock file and Unix sockets; 0700
+  std::string model_path;                    // read only by the daemon that makes the pool; may be empty for one that only joins
+  std::uint64_t pool_bytes = 0;              // 0: weights + model + both standing regions + a default elastic region
+  std::uint64_t chunk_bytes = 0;             // 0: by pool size
   std::uint64_t rollout_standing_bytes = 0;  // 0: default
   std::uint64_t trainer_standing_bytes = 0;  // 0: default
   bool strict_leases = false;
-  absl::Duration start_timeout = absl::Minutes(10);   // waiting for the peer to load weights
-  absl::Duration holder_timeout = absl::Minutes(2);   // silence after which a lease holder is reported
+  absl::Duration start_timeout = absl::Minutes(10);  // waiting for the peer to load weights
+  absl::Duration holder_timeout = absl::Minutes(2);  // silence after which a lease holder is reported
   bool kill_silent_holder = false;
 };
 
-// What the member tells its daemon. Called on the member's own thread; must not block long.
+// What the member tells its daemon, one at a time and in order. Called on the member's own thread and must not block long; what
+// comes with a lease call (yield, returned) on that call's thread. None may acquire or release a lease.
 struct PoolEvents {
   std::function<void(v1::Role peer, int pid)> on_peer_attached;
-  std::function<void(v1::Role peer)> on_peer_lost;          // by pidfd: its memory use has ended
-  // Asked of the rollout server only: finish or pause the streams, fence, then return. No kernel may touch the elastic range after.
+  std::function<void(v1::Role peer)> on_peer_lost;  // by pidfd: its memory use has ended
+  // Asked of the rollout server only: finish or pause the streams, fence, then return. No kernel may touch the elastic range
+  // after.
   std::function<absl::Status(v1::StreamMode mode, absl::Time deadline)> on_yield_elastic;
-  std::function<void()> on_elastic_returned;                // the elastic range is this daemon's again
+  std::function<void()> on_elastic_returned;  // the elastic range is this daemon's again
 };
 
 class PoolMember {
@@ -54,17 +56,17 @@ class PoolMember {
   virtual void Offer(PoolEvents events) = 0;
   virtual void Stop() = 0;
 
-  virtual std::span<std::byte> region(v1::RegionKind kind) const = 0;   // this process's mapping
-  virtual std::uint64_t offset_of(const void* address) const = 0;       // pool offset; Requires: inside the pool
+  virtual std::span<std::byte> region(v1::RegionKind kind) const = 0;  // this process's mapping
+  virtual std::uint64_t offset_of(const void* address) const = 0;      // pool offset; Requires: inside the pool
   virtual std::byte* address_of(std::uint64_t offset_bytes) const = 0;
   virtual v1::PoolManifest manifest() const = 0;
-  virtual bool made_pool() const = 0;                                   // false: attached to a living one
+  virtual bool made_pool() const = 0;  // false: attached to a living one
   virtual bool is_peer_attached() const = 0;
   virtual std::vector<v1::OwnedBytes> RegionLedger() const = 0;
 
   // Lease, from this daemon's side. The trainer asks the rollout server over gRPC; the rollout server holds it otherwise.
-  virtual absl::StatusOr<v1::LeaseState> AcquireElastic(v1::StreamMode mode, absl::Time deadline) = 0;   // trainer only
-  virtual absl::Status ReleaseElastic(absl::Time deadline) = 0;                                          // trainer only
+  virtual absl::StatusOr<v1::LeaseState> AcquireElastic(v1::StreamMode mode, absl::Time deadline) = 0;  // trainer only
+  virtual absl::Status ReleaseElastic(absl::Time deadline) = 0;                                         // trainer only
   virtual v1::LeaseState lease() const = 0;
   virtual bool holds_elastic() const = 0;
 };

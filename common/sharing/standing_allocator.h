@@ -20,7 +20,7 @@ class StandingAllocator {
   // Zeroed. Errors: RESOURCE_EXHAUSTED naming owner, size, free and largest free piece.
   virtual absl::StatusOr<std::span<std::byte>> Allocate(std::uint64_t size_bytes, const std::string& owner) = 0;
   virtual void Free(std::span<std::byte> piece) = 0;
-  virtual std::vector<v1::OwnedBytes> Ledger() const = 0;      // by owner, and "free"
+  virtual std::vector<v1::OwnedBytes> Ledger() const = 0;  // by owner, and "free"
 };
 
 }  // namespace tandem
