@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "absl/flags/flag.h"
 #include "common/base/log.h"
@@ -29,9 +30,28 @@ ABSL_FLAG(int, max_streams, 64, "Generate streams at a time");
 namespace tandem {
 namespace {
 
+// The regions by owner; while this daemon holds the elastic region, it is the KV cache and what is left over.
+std::vector<v1::OwnedBytes> Ledger(const PoolMember& pool, std::uint64_t kv_cache_bytes) {
+  std::vector<v1::OwnedBytes> ledger;
+  for (v1::OwnedBytes& owned : pool.RegionLedger()) {
+    if (owned.owner() == "elastic" && owned.role() == v1::ROLE_ROLLOUT) {
+      v1::OwnedBytes kv_cache = owned;
+      kv_cache.set_owner("kv_cache");
+      kv_cache.set_bytes(kv_cache_bytes);
+      ledger.push_back(std::move(kv_cache));
+      owned.set_owner("elastic_unused");
+      owned.set_bytes(owned.bytes() - kv_cache_bytes);
+    }
+    ledger.push_back(std::move(owned));
+  }
+  return ledger;
+}
+
+// The regions are fixed for life; how the elastic one is split is in the lease and in tandem_kv_cache_usage_perc.
 void ReportMemory(const PoolMember& pool, Metrics* metrics) {
   for (const v1::OwnedBytes& owned : pool.RegionLedger()) {
-    metrics->SetGauge("tandem_memory_bytes", "Memory by owner", {{"owner", owned.owner()}}, static_cast<double>(owned.bytes()));
+    metrics->SetGauge("tandem_memory_bytes", "Memory of the pool by owner", {{"owner", owned.owner()}},
+                      static_cast<double>(owned.bytes()));
   }
 }
 
@@ -39,10 +59,6 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Metrics> metrics, Metrics::Create(config.metrics_address));
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMember> pool, PoolMember::Start(config.pool));
   const v1::PoolManifest manifest = pool->manifest();
-  for (const v1::OwnedBytes& owned : pool->RegionLedger()) {
-    TANDEM_LOG(kInfo, "main", "ledger owner=", owned.owner(), " bytes=", owned.bytes(), " (", FormatBytes(owned.bytes()), ")");
-  }
-
   const std::span<std::byte> model_region = pool->region(v1::REGION_KIND_MODEL);
   const std::string_view model_bytes(reinterpret_cast<const char*>(model_region.data()),
                                      std::min<std::uint64_t>(manifest.weights().description_bytes(), model_region.size()));
@@ -63,6 +79,11 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
                                                {.block_tokens = block_tokens, .num_blocks = num_blocks}));
   TANDEM_LOG(kInfo, "main", "kv_cache blocks=", num_blocks, " block_tokens=", block_tokens,
              " tokens=", std::int64_t{num_blocks} * block_tokens, " bytes=", FormatBytes(num_blocks * block_bytes));
+
+  const std::uint64_t kv_cache_bytes = num_blocks * block_bytes;
+  for (const v1::OwnedBytes& owned : Ledger(*pool, kv_cache_bytes)) {
+    TANDEM_LOG(kInfo, "main", "ledger owner=", owned.owner(), " size=", FormatBytes(owned.bytes()));
+  }
 
   EngineOptions engine_options;
   engine_options.num_blocks = num_blocks;
@@ -88,8 +109,9 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   service_options.trainer_region = pool->region(v1::REGION_KIND_TRAINER_STANDING);
   service_options.trainer_region_begin_bytes = pool->offset_of(service_options.trainer_region.data());
   service_options.max_streams = absl::GetFlag(FLAGS_max_streams);
-  RolloutService service(std::move(service_options), engine.get(), encoder,
-                         [&pool] { return PoolReport{.ledger = pool->RegionLedger(), .lease_epoch = pool->lease().epoch()}; });
+  RolloutService service(std::move(service_options), engine.get(), encoder, [&pool, kv_cache_bytes] {
+    return PoolReport{.ledger = Ledger(*pool, kv_cache_bytes), .lease_epoch = pool->lease().epoch()};
+  });
 
   PoolEvents events;
   events.on_peer_attached = [](v1::Role, int pid) { TANDEM_LOG(kInfo, "main", "trainer attached pid=", pid); };
@@ -99,7 +121,6 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   };
   events.on_yield_elastic = [&](v1::StreamMode mode, absl::Time deadline) { return engine->YieldElastic(mode, deadline); };
   events.on_elastic_returned = [&] {
-    ReportMemory(*pool, metrics.get());
     if (const absl::Status status = engine->ReturnElastic(pool->lease().epoch()); !status.ok()) {
       TANDEM_LOG(kError, "main", status.ToString());
     }
@@ -108,8 +129,8 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   return Daemon::Serve(
       config, metrics.get(), {&service, pool->service()}, [&](int) { pool->Offer(events); }, [&] { return engine->error(); },
       [&] {
+        engine->Stop();  // first: it answers a yield that the pool still waits for
         pool->Stop();
-        engine->Stop();
       });
 }
 
