@@ -1,4 +1,5 @@
-// The policy: the shared frozen base with trainable adapters. Confined to the trainer thread. No torch type crosses this interface.
+// The policy: the shared frozen base with trainable adapters. Confined to the trainer thread. No torch type crosses this
+// interface.
 #pragma once
 
 #include <cstddef>
@@ -17,24 +18,24 @@ namespace tandem {
 
 struct PolicyOptions {
   int rank = 8;
-  float scale = 2;                       // alpha / rank, or alpha / sqrt(rank)
+  float scale = 2;  // alpha / rank, or alpha / sqrt(rank)
   std::vector<LinearKind> targets;
   double dropout = 0;
-  double temperature = 1;                // logits are divided by it, as the sampler did
-  int logit_chunk = 0;                   // rows of one head tile; 0: default
-  std::uint64_t seed = 0;                // dropout masks
+  double temperature = 1;  // logits are divided by it, as the sampler did
+  int logit_chunk = 0;     // rows of one head tile; 0: default
+  std::uint64_t seed = 0;  // dropout masks
 };
 
 // Fp32 arrays in AdapterLayout order, kept in the trainer's standing region.
 struct AdapterMemory {
-  std::span<std::byte> masters;          // AdapterLayout.total_bytes
+  std::span<std::byte> masters;  // AdapterLayout.total_bytes
   std::span<std::byte> gradients;
 };
 
-enum class PolicyKind { kPolicy, kReference };   // kReference: adapters off, or the starting adapter
+enum class PolicyKind { kPolicy, kReference };  // kReference: adapters off, or the starting adapter
 
 struct HeadScores {
-  std::vector<double> logprobs;          // one a head row, nats, at the sampling temperature
+  std::vector<double> logprobs;  // one a head row, nats, at the sampling temperature
   std::vector<double> entropies;
 };
 
@@ -51,7 +52,8 @@ class PolicyModel {
   // Forward only, no dropout.
   virtual absl::StatusOr<HeadScores> Score(const MicroBatch& batch, PolicyKind kind) = 0;
   // Forward that keeps layer inputs and unit gradients for one Backward. `needs_entropy_gradient`: the two-pass head.
-  virtual absl::StatusOr<HeadScores> Forward(const MicroBatch& batch, bool needs_entropy_gradient, std::uint64_t dropout_stream) = 0;
+  virtual absl::StatusOr<HeadScores> Forward(const MicroBatch& batch, bool needs_entropy_gradient,
+                                             std::uint64_t dropout_stream) = 0;
   // dL/dlogprob and dL/dentropy (empty: zero) of each head row of the last Forward; adds to the gradients.
   virtual absl::Status Backward(std::span<const double> grad_logprobs, std::span<const double> grad_entropies) = 0;
   virtual void ZeroGradients() = 0;
