@@ -10,6 +10,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/ascii.h"
 #include "common/base/mutex.h"
 #include "common/model/bounded_json.h"
 #include "common/model/utf8.h"
@@ -22,7 +23,7 @@ namespace {
 constexpr std::size_t kMaxTemplateBytes = 1 << 20;
 constexpr std::size_t kMaxExpressionTokens = 512;   // in one {{ }} or {% %}: the engine recurses over them
 constexpr std::size_t kMaxTemplateDepth = 64;       // brackets and blocks inside each other
-constexpr std::size_t kMaxScopes = 1'000'000;       // loop turns and macro calls of one rendering
+constexpr std::size_t kMaxScopes = 100'000;         // loop turns and macro calls of one rendering
 constexpr std::size_t kMaxStackBytes = 512 * 1024;  // of one rendering: macros can call themselves
 constexpr std::size_t kMaxRenderedBytes = std::size_t{64} << 20;
 // What strftime_now tells a template: the date that Llama 3's template falls back to. A prompt must not change at midnight.
@@ -152,13 +153,16 @@ class TemplatePromptEncoder final : public PromptEncoder {
                                           const std::string& guard) const;
   std::string Guarded(std::string_view text, const std::string& guard) const;
   std::vector<TokenId> ControlTokensOf(const std::vector<TokenId>& ids) const;
-  bool HasMarks(std::string_view text) const { return text.find_first_of(marks_) != std::string_view::npos; }
+  bool HasMarks(std::string_view text) const {
+    return std::any_of(marks_.begin(), marks_.end(), [text](const std::string& mark) { return text.find(mark) != text.npos; });
+  }
+  std::string WithoutMarks(std::string_view text, const std::string& guard) const;
 
   const std::shared_ptr<const Tokenizer> tokenizer_;
   std::optional<jinja::program> program_;
   std::vector<bool> is_control_;  // by id
   std::vector<std::string_view> control_texts_;
-  std::string marks_;  // the punctuation that control tokens are made of: "<|_>"
+  std::vector<std::string> marks_;  // the characters of control tokens that are no ASCII letter, digit or space
   std::optional<TokenId> start_token_;
   mutable Mutex render_mutex_;  // strftime_now uses localtime's static buffer
 };
@@ -187,9 +191,11 @@ void TemplatePromptEncoder::FindMarks() {
     if (!added.is_special) continue;
     is_control_[added.id] = true;
     control_texts_.push_back(added.text);
-    for (const char c : added.text) {
-      const bool is_word = (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == ' ';
-      if (!is_word && static_cast<unsigned char>(c) < 0x80 && marks_.find(c) == std::string::npos) marks_.push_back(c);
+    for (std::string_view rest = added.text; !rest.empty();) {
+      const std::string character(rest.substr(0, FirstUtf8Piece(rest).size));
+      rest.remove_prefix(character.size());
+      const bool is_word = absl::ascii_isalnum(static_cast<unsigned char>(character[0])) || character == " ";
+      if (!is_word && std::find(marks_.begin(), marks_.end(), character) == marks_.end()) marks_.push_back(character);
     }
   }
 }
@@ -198,10 +204,11 @@ void TemplatePromptEncoder::FindMarks() {
 //
 // The engine tells for each part of its output whether it came from the messages, and EncodeMarked takes control tokens only
 // from the rest. But some of its functions forget the origin (split, join, tojson, an index), and templates use them:
-// content.split('</think>')[0]. So, where a message holds punctuation that control tokens are made of,
+// content.split('</think>')[0]. So, where a message holds characters that control tokens are made of (letters, digits and spaces
+// apart),
 //  1. a guard, a noncharacter that no message has, is put inside each control token's text in the messages; whatever part such a
 //     text ends up in, its two halves lie in two ranges; the guard is taken out again with the ranges already cut;
-//  2. the same messages are rendered with guards instead of that punctuation: the control tokens must be the same ones. If not,
+//  2. the same messages are rendered with guards instead of those characters: the control tokens must be the same ones. If not,
 //  the
 //     template has built one out of content, and the messages are refused.
 std::string TemplatePromptEncoder::Guarded(std::string_view text, const std::string& guard) const {
@@ -220,6 +227,17 @@ std::string TemplatePromptEncoder::Guarded(std::string_view text, const std::str
     text.remove_prefix(1);
   }
   return guarded;
+}
+
+std::string TemplatePromptEncoder::WithoutMarks(std::string_view text, const std::string& guard) const {
+  std::string replaced;
+  while (!text.empty()) {
+    const std::string_view character = text.substr(0, FirstUtf8Piece(text).size);
+    const bool is_mark = std::find(marks_.begin(), marks_.end(), character) != marks_.end();
+    replaced.append(is_mark ? std::string_view(guard) : character);
+    text.remove_prefix(character.size());
+  }
+  return replaced;
 }
 
 absl::StatusOr<MarkedText> TemplatePromptEncoder::RenderMarked(const std::vector<ChatMessage>& messages,
@@ -302,17 +320,8 @@ absl::StatusOr<std::vector<TokenId>> TemplatePromptEncoder::EncodeChat(const std
   if (needs_guard) {
     std::vector<ChatMessage> neutral = messages;
     for (ChatMessage& message : neutral) {
-      for (std::string* text : {&message.role, &message.content}) {
-        std::string replaced;
-        for (const char c : *text) {
-          if (marks_.find(c) == std::string::npos) {
-            replaced.push_back(c);
-          } else {
-            replaced.append(guard);
-          }
-        }
-        *text = std::move(replaced);
-      }
+      message.role = WithoutMarks(message.role, guard);
+      message.content = WithoutMarks(message.content, guard);
     }
     // No guard is given: the ones inside the neutral text must stay.
     TANDEM_ASSIGN_OR_RETURN(const MarkedText harmless, RenderMarked(neutral, add_generation_prompt, std::string()));

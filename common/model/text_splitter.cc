@@ -21,6 +21,9 @@ constexpr std::size_t kMaxPatterns = 16;             // bounds the recursion of 
 constexpr std::size_t kMaxPatternBytes = 16 * 1024;  // real ones have less than 1 KiB
 constexpr std::uint32_t kMatchLimit = 1'000'000;     // steps of one match; real patterns take a few a byte
 
+struct FreeCompileContext {
+  void operator()(pcre2_compile_context* context) const { pcre2_compile_context_free(context); }
+};
 struct FreeMatchData {
   void operator()(pcre2_match_data* data) const { pcre2_match_data_free(data); }
 };
@@ -68,6 +71,10 @@ absl::StatusOr<TextSplitter> TextSplitter::Create(const std::vector<std::string>
   if (patterns.size() > kMaxPatterns) {
     return absl::InvalidArgumentError(absl::StrCat("tokenizer: ", patterns.size(), " split patterns, at most ", kMaxPatterns));
   }
+  // ^ and $ stand for lines, which end at \n, as in Oniguruma.
+  constexpr std::uint32_t kOptions = PCRE2_UTF | PCRE2_UCP | PCRE2_MULTILINE | PCRE2_NEVER_BACKSLASH_C;
+  const std::unique_ptr<pcre2_compile_context, FreeCompileContext> context(pcre2_compile_context_create(nullptr));
+  pcre2_set_newline(context.get(), PCRE2_NEWLINE_LF);
   TextSplitter splitter;
   for (const std::string& text : patterns) {
     if (text.size() > kMaxPatternBytes) {
@@ -78,8 +85,7 @@ absl::StatusOr<TextSplitter> TextSplitter::Create(const std::vector<std::string>
     int error = 0;
     PCRE2_SIZE error_at = 0;
     auto pattern = std::make_unique<Pattern>();
-    pattern->code.reset(
-        pcre2_compile(ToPcre(exact), exact.size(), PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C, &error, &error_at, nullptr));
+    pattern->code.reset(pcre2_compile(ToPcre(exact), exact.size(), kOptions, &error, &error_at, context.get()));
     if (pattern->code == nullptr) {
       PCRE2_UCHAR message[256] = {};
       pcre2_get_error_message(error, message, sizeof(message));

@@ -13,7 +13,8 @@
 namespace tandem {
 
 // Patterns are applied one after the other: each splits every piece of the one before, its matches and what lies between them
-// being pieces of their own. They are written for Oniguruma, whose \s is exactly White_Space.
+// being pieces of their own. They are read as Oniguruma reads them:
+// \s is exactly White_Space, ^ and $ stand for lines.
 class TextSplitter {
  public:
   using PieceFunction = std::function<void(std::string_view)>;

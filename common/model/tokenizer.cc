@@ -38,11 +38,12 @@ absl::Status CheckSpec(const TokenizerSpec& spec) {
 // Finds added tokens in a text: leftmost first, the longest among those that begin together.
 class AddedTokenFinder {
  public:
-  void Add(const AddedToken* token) { by_first_byte_[FirstByte(token->text)].push_back(token); }
+  // `text`: what to look for, the token's own text or its normal form.
+  void Add(std::string text, const AddedToken* token) { by_first_byte_[FirstByte(text)].push_back({std::move(text), token}); }
   void Finish() {
     for (auto& tokens : by_first_byte_) {
       std::stable_sort(tokens.begin(), tokens.end(),
-                       [](const AddedToken* a, const AddedToken* b) { return a->text.size() > b->text.size(); });
+                       [](const Entry& a, const Entry& b) { return a.text.size() > b.text.size(); });
       is_empty_ = is_empty_ && tokens.empty();
     }
   }
@@ -53,29 +54,34 @@ class AddedTokenFinder {
     std::size_t done = 0;
     for (std::size_t at = 0; at < text.size() && !is_empty_;) {
       while (!allowed.empty() && allowed.front().end <= at) allowed = allowed.subspan(1);
-      const AddedToken* token = Find(text, at, allowed);
-      if (token == nullptr) {
+      const Entry* entry = Find(text, at, allowed);
+      if (entry == nullptr) {
         ++at;
         continue;
       }
-      const std::size_t begin = token->strips_left ? StripLeft(text, done, at) : at;
-      at += token->text.size();
-      if (token->strips_right) at = StripRight(text, at);
+      const std::size_t begin = entry->token->strips_left ? StripLeft(text, done, at) : at;
+      at += entry->text.size();
+      if (entry->token->strips_right) at = StripRight(text, at);
       if (begin > done) on_text(text.substr(done, begin - done));
-      on_token(*token);
+      on_token(*entry->token);
       done = at;
     }
     if (done < text.size()) on_text(text.substr(done));
   }
 
  private:
+  struct Entry {
+    std::string text;
+    const AddedToken* token = nullptr;
+  };
+
   static std::uint8_t FirstByte(std::string_view text) { return static_cast<std::uint8_t>(text.front()); }
 
-  const AddedToken* Find(std::string_view text, std::size_t at, std::span<const TextRange> allowed) const {
-    for (const AddedToken* token : by_first_byte_[FirstByte(text.substr(at))]) {
-      if (text.substr(at, token->text.size()) != token->text) continue;
-      const bool is_allowed = !allowed.empty() && allowed.front().begin <= at && at + token->text.size() <= allowed.front().end;
-      if (is_allowed || !token->is_special) return token;
+  const Entry* Find(std::string_view text, std::size_t at, std::span<const TextRange> allowed) const {
+    for (const Entry& entry : by_first_byte_[FirstByte(text.substr(at))]) {
+      if (text.substr(at, entry.text.size()) != entry.text) continue;
+      const bool is_allowed = !allowed.empty() && allowed.front().begin <= at && at + entry.text.size() <= allowed.front().end;
+      if (is_allowed || !entry.token->is_special) return &entry;
     }
     return nullptr;
   }
@@ -102,7 +108,7 @@ class AddedTokenFinder {
     return at;
   }
 
-  std::array<std::vector<const AddedToken*>, 256> by_first_byte_;
+  std::array<std::vector<Entry>, 256> by_first_byte_;
   bool is_empty_ = true;
 };
 
@@ -153,7 +159,11 @@ absl::StatusOr<std::shared_ptr<const Tokenizer>> ByteLevelTokenizer::Create(Toke
     is_added[added.id] = true;
     tokenizer->is_special_[added.id] = added.is_special;
     tokenizer->token_bytes_[added.id] = added.text;
-    (added.is_normalized ? tokenizer->normal_finder_ : tokenizer->raw_finder_).Add(&added);
+    if (added.is_normalized) {
+      tokenizer->normal_finder_.Add(spec.normalize_nfc ? NormalizeNfc(added.text) : added.text, &added);
+    } else {
+      tokenizer->raw_finder_.Add(added.text, &added);
+    }
   }
   tokenizer->raw_finder_.Finish();
   tokenizer->normal_finder_.Finish();

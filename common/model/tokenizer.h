@@ -31,7 +31,7 @@ struct TokenizerSpec {
   std::vector<std::string> tokens;                          // by id, in GPT-2's byte alphabet; added tokens as plain text
   std::vector<std::pair<std::string, std::string>> merges;  // by rank
   std::vector<AddedToken> added_tokens;
-  std::vector<std::string> split_patterns;  // Oniguruma's common ground with PCRE2; one after the other, matches isolated
+  std::vector<std::string> split_patterns;  // as Oniguruma reads them; one after the other, matches isolated
   bool split_digits = false;                // each digit (Nd, Nl, No) alone, before the patterns
   bool normalize_nfc = false;
   bool ignore_merges = false;       // a piece that is a token as a whole is taken as it is (Llama 3)
