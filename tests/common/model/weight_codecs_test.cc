@@ -1,0 +1,119 @@
+#include "common/model/weight_codecs.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <fstream>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+namespace tandem {
+namespace {
+
+std::vector<std::uint8_t> FromHex(const std::string& hex) {
+  std::vector<std::uint8_t> bytes;
+  for (std::size_t i = 0; i < hex.size(); i += 2)
+    bytes.push_back(static_cast<std::uint8_t>(std::stoi(hex.substr(i, 2), nullptr, 16)));
+  return bytes;
+}
+
+std::vector<float> DecodeBlock(WeightCodec codec, const nlohmann::json& inputs) {
+  const std::vector<std::uint8_t> block = FromHex(inputs.at("block"));
+  std::vector<float> values(block.size() / BlockOf(codec).size_bytes * BlockOf(codec).num_values);
+  Decode(codec, std::as_bytes(std::span(block)), values);
+  return values;
+}
+
+std::vector<float> DecodeCase(const std::string& name, const nlohmann::json& inputs) {
+  if (name == "nf4_plain") {
+    const std::vector<std::uint8_t> packed = FromHex(inputs.at("packed"));
+    std::vector<float> values(packed.size() * 2);
+    DecodeNf4(packed, inputs.at("absmax").get<std::vector<float>>(), inputs.at("blocksize"), values);
+    return values;
+  }
+  if (name == "nf4_double_quantised") {
+    const std::vector<std::uint8_t> packed = FromHex(inputs.at("packed"));
+    const auto codes = inputs.at("absmax").get<std::vector<std::uint8_t>>();
+    std::vector<float> absmax(codes.size());
+    DecodeNestedAbsmax(codes, inputs.at("nested_absmax").get<std::vector<float>>(),
+                       inputs.at("nested_quant_map").get<std::vector<float>>(), inputs.at("nested_offset"),
+                       inputs.at("nested_blocksize"), absmax);
+    std::vector<float> values(packed.size() * 2);
+    DecodeNf4(packed, absmax, inputs.at("blocksize"), values);
+    return values;
+  }
+  if (name == "mxfp4_interleaved") {
+    const auto scales = inputs.at("scales").get<std::vector<std::uint8_t>>();
+    std::vector<float> values(scales.size() * 32);
+    DecodeMxfp4Interleaved(FromHex(inputs.at("blocks")), scales, values);
+    return values;
+  }
+  if (name == "mxfp4_gguf") return DecodeBlock(WeightCodec::kMxfp4, inputs);
+  if (name == "gguf_q4_0") return DecodeBlock(WeightCodec::kQ4_0, inputs);
+  if (name == "gguf_q4_1") return DecodeBlock(WeightCodec::kQ4_1, inputs);
+  if (name == "gguf_q8_0") return DecodeBlock(WeightCodec::kQ8_0, inputs);
+  if (name == "gguf_q4_k") return DecodeBlock(WeightCodec::kQ4_K, inputs);
+  if (name == "gguf_q6_k") return DecodeBlock(WeightCodec::kQ6_K, inputs);
+  ADD_FAILURE() << "no decoder for the case " << name;
+  return {};
+}
+
+TEST(WeightCodecsTest, GoldenCasesDecodeToTheirValues) {
+  std::ifstream file(TANDEM_GOLDEN_DIR "/grpo_cases.json");
+  const nlohmann::json cases = nlohmann::json::parse(file).at("codec_cases");
+  ASSERT_EQ(cases.size(), 9u);
+  for (const nlohmann::json& golden : cases) {
+    const std::string name = golden.at("name");
+    SCOPED_TRACE(name);
+    const auto expected = golden.at("expected").at("values").get<std::vector<double>>();
+    const std::vector<float> values = DecodeCase(name, golden.at("inputs"));
+    ASSERT_EQ(values.size(), expected.size());
+    // fp32 against float64: three roundings, of terms as large as the largest value (a difference may cancel).
+    double largest = 0;
+    for (const double value : expected) largest = std::max(largest, std::abs(value));
+    for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_NEAR(values[i], expected[i], 3e-7 * largest) << "value " << i;
+  }
+}
+
+TEST(WeightCodecsTest, EveryHalfDecodesAsIeeeSays) {
+  for (std::uint32_t bits = 0; bits < 65536; ++bits) {
+    const int exponent = static_cast<int>((bits >> 10) & 31);
+    const auto mantissa = static_cast<float>(bits & 1023);
+    float expected = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024.0F + mantissa, exponent - 25);
+    if (exponent == 31)
+      expected = mantissa == 0 ? std::numeric_limits<float>::infinity() : std::numeric_limits<float>::quiet_NaN();
+    const float value = HalfToFloat(static_cast<std::uint16_t>(bits));
+    ASSERT_EQ(std::isnan(value), std::isnan(expected)) << bits;
+    ASSERT_EQ(std::signbit(value), bits >> 15 == 1) << bits;
+    if (!std::isnan(expected)) { ASSERT_EQ(std::fabs(value), expected) << bits; }
+  }
+}
+
+TEST(WeightCodecsTest, Bf16RoundsToNearestEven) {
+  EXPECT_EQ(FloatToBf16(1.0F), 0x3f80);
+  EXPECT_EQ(FloatToBf16(std::bit_cast<float>(0x3f808000U)), 0x3f80);  // half way: to even
+  EXPECT_EQ(FloatToBf16(std::bit_cast<float>(0x3f818000U)), 0x3f82);
+  EXPECT_EQ(FloatToBf16(std::bit_cast<float>(0x3f808001U)), 0x3f81);
+  EXPECT_EQ(FloatToBf16(std::bit_cast<float>(0xbf808001U)), 0xbf81);
+  EXPECT_EQ(FloatToBf16(std::numeric_limits<float>::max()), 0x7f80);  // rounds to infinity
+  EXPECT_TRUE(std::isnan(Bf16ToFloat(FloatToBf16(std::bit_cast<float>(0x7f800001U)))));
+  for (std::uint32_t bits = 0; bits < 65536; ++bits) {
+    const float value = Bf16ToFloat(static_cast<std::uint16_t>(bits));
+    if (!std::isnan(value)) { ASSERT_EQ(FloatToBf16(value), bits); }
+  }
+}
+
+TEST(WeightCodecsTest, NoValuesNeedNoBytes) {
+  for (const char* name : {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "MXFP4"}) {
+    ASSERT_TRUE(ParseCodec(name).has_value()) << name;
+    EXPECT_STREQ(CodecName(*ParseCodec(name)), name);
+    Decode(*ParseCodec(name), {}, {});
+  }
+  EXPECT_FALSE(ParseCodec("Q5_K").has_value());
+}
+
+}  // namespace
+}  // namespace tandem
