@@ -106,7 +106,7 @@ bool Scheduler::TryAdmit(Sequence* sequence, Group* group, StepPlan* plan) {
   sequence->is_single_version = true;
   sequence->last_key = lane == Lane::kShared ? root_key_of_(*sequence) : std::string();
   sequence->num_published_blocks = 0;
-  Admission admission = ShareCached(sequence, *group);
+  const Admission admission = ShareCached(sequence, *group);
   // Room for all that is known of it, for a copy of the block it writes first, and for one block more for everybody who runs:
   // else it would be preempted again before it got anywhere.
   const std::uint32_t shared_blocks = static_cast<std::uint32_t>(sequence->block_table.size());
@@ -121,7 +121,6 @@ bool Scheduler::TryAdmit(Sequence* sequence, Group* group, StepPlan* plan) {
   if (--group->num_waiting == 0) ReleaseKept(sequence->group_id, group);  // first: the last to write then needs no copy
   TANDEM_CHECK(EnsureWritable(sequence, sequence->num_tokens(), lane, plan), "admitted sequence ", sequence->id,
                " found no block");
-  admission.is_first = !sequence->has_started;
   plan->admissions.push_back(admission);
   sequence->is_running = sequence->has_started = true;
   state.waiting.erase(sequence->id);
@@ -137,7 +136,6 @@ Admission Scheduler::ShareCached(Sequence* sequence, const Group& group) {
     sequence->block_table = group.kept_blocks;
     for (std::int32_t block : sequence->block_table) allocator_->Retain(block);
     sequence->num_computed = std::min(sequence->num_prompt_tokens(), sequence->num_tokens() - 1);
-    admission.cached_tokens = sequence->num_computed;
     return admission;
   }
   if (group.spec.lane == Lane::kUnit) return admission;
@@ -153,7 +151,7 @@ Admission Scheduler::ShareCached(Sequence* sequence, const Group& group) {
     sequence->num_published_blocks += 1;
     sequence->last_key = key;
   }
-  admission.cached_tokens = admission.hit_tokens = sequence->num_computed;
+  admission.hit_tokens = sequence->num_computed;
   return admission;
 }
 

@@ -83,10 +83,8 @@ struct PlannedSequence {
 
 struct Admission {
   SequenceId id = 0;
-  std::uint32_t cached_tokens = 0;   // found in the prefix cache or shared by the group
   std::uint32_t queried_tokens = 0;  // looked up in the prefix cache; 0 where it was not asked
   std::uint32_t hit_tokens = 0;      // of those
-  bool is_first = false;             // false: resumed after a preemption
 };
 
 struct StepPlan {
