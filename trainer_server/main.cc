@@ -16,6 +16,7 @@
 #include "common/rpc/daemon.h"
 #include "common/sharing/pool_member.h"
 #include "common/sharing/standing_allocator.h"
+#include "common/torch/arena_allocator.h"
 #include "trainer_server/checkpoint/durable_file.h"
 #include "trainer_server/service/job_service.h"
 
@@ -62,6 +63,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   environment.make_policy = [&description, &layout, weights](const AdapterMemory& memory, const PolicyOptions& options) {
     return PolicyModel::Create(description.config, layout, weights, memory, options);
   };
+  environment.enter_arena = [](std::span<std::byte> elastic) { return std::make_shared<ArenaScope>(elastic, "activations"); };
   JobRunner runner(store.get(), environment, {.directory = config.data_dir});
   const JobSurroundings surroundings{description.config, encoder, content.get(), standing_region.size()};
   JobService service(

@@ -9,6 +9,7 @@
 #include "common/base/units.h"
 #include "google/protobuf/io/tokenizer.h"
 #include "google/protobuf/text_format.h"
+#include "trainer_server/job/adapter_files.h"
 #include "trainer_server/loss/loss_config.h"
 #include "trainer_server/prompt/prompt_source.h"
 
@@ -52,9 +53,9 @@ class FieldCheck {
 
 bool IsFinitePositive(double value) { return std::isfinite(value) && value > 0; }
 
-bool IsWord(const std::string& text, bool allow_upper) {
-  return !text.empty() && text.size() <= 64 && std::ranges::all_of(text, [&](char c) {
-    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_' || c == '-' || (allow_upper && c >= 'A' && c <= 'Z');
+bool IsJobName(const std::string& text) {
+  return !text.empty() && text.size() <= 64 && std::ranges::all_of(text, [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
   });
 }
 
@@ -100,6 +101,23 @@ void CheckRollout(const JobSurroundings& surroundings, v1::RolloutConfig* rollou
     warnings->push_back("rollout.sampling.ignore_end_tokens: completions never end by themselves");
 }
 
+// A start adapter is trained on as it is: its shape and scale are the job's.
+void CheckStartAdapter(const JobSurroundings& surroundings, const v1::AdapterConfig& adapter, const JobPlan& plan,
+                       Lines* faults) {
+  const auto start = OpenStartAdapter(adapter, surroundings.model, *surroundings.content);
+  if (!start.ok()) {
+    faults->push_back(absl::StrCat("adapter.start_config_content: ", start.status().message()));
+    return;
+  }
+  const FieldCheck check("adapter.", faults);
+  const PeftConfig& config = start->config();
+  check.Expect(config.rank == plan.policy.rank, "rank", adapter.rank(), absl::StrCat("the start adapter's ", config.rank));
+  check.Expect(static_cast<float>(config.scale()) == plan.policy.scale, "alpha", adapter.alpha(),
+               absl::StrCat("such that the scale, ", plan.policy.scale, ", is the start adapter's ", config.scale()));
+  check.Expect(config.targets == plan.policy.targets, "targets", absl::StrCat(plan.policy.targets.size(), " linears"),
+               absl::StrCat("the start adapter's ", config.targets.size()));
+}
+
 void CheckAdapter(const JobSurroundings& surroundings, v1::AdapterConfig* adapter, Lines* faults, JobPlan* plan) {
   const FieldCheck check("adapter.", faults);
   const bool is_rank_good = adapter->rank() >= 1 && adapter->rank() <= 1024;
@@ -124,11 +142,9 @@ void CheckAdapter(const JobSurroundings& surroundings, v1::AdapterConfig* adapte
   const bool has_config = !adapter->start_config_content().empty(), has_weights = !adapter->start_weights_content().empty();
   check.Expect(has_config == has_weights, "start_config_content", adapter->start_config_content(),
                "given together with start_weights_content");
-  if (has_config && has_weights) {
-    for (const std::string& content : {adapter->start_config_content(), adapter->start_weights_content()}) {
-      check.Expect(surroundings.content->Has(content), "start_*_content", content, "in the store");
-    }
-  }
+  // Repeated fields keep the order of slots and files.
+  adapter->clear_targets();
+  for (const LinearKind kind : targets) adapter->add_targets(static_cast<v1::LinearKind>(static_cast<int>(kind) + 1));
   if (!is_rank_good || targets.empty()) return;
   plan->policy.rank = static_cast<int>(adapter->rank());
   const double divisor = adapter->rank_stabilised() ? std::sqrt(adapter->rank()) : adapter->rank();
@@ -136,6 +152,7 @@ void CheckAdapter(const JobSurroundings& surroundings, v1::AdapterConfig* adapte
   plan->policy.targets.assign(targets.begin(), targets.end());
   plan->policy.dropout = adapter->dropout();
   plan->layout = AdapterLayout::Create(surroundings.model, plan->policy.rank, plan->policy.targets);
+  if (has_config && has_weights) CheckStartAdapter(surroundings, *adapter, *plan, faults);
   const std::uint64_t copies = has_config ? 7 : 6;
   check.Expect(plan->layout.total_bytes <= surroundings.standing_bytes / copies, "rank", adapter->rank(),
                absl::StrCat("small enough: masters, gradients, two moments and the slots are ", copies, " x ",
@@ -178,24 +195,16 @@ void CheckOptimizer(const v1::JobSpec& spec, v1::OptimizerConfig* optimizer, Lin
 }
 
 void CheckRewards(v1::JobSpec* spec, Lines* faults, JobPlan* plan) {
-  FieldCheck("", faults).Range("rewards", static_cast<std::uint64_t>(spec->rewards_size()), 1, 32);
-  std::set<std::string> names;
-  for (int i = 0; i < spec->rewards_size(); ++i) {
-    const std::string path = absl::StrCat("rewards[", i, "].");
-    const FieldCheck check(path, faults);
-    auto function = MakeRewardFunction(spec->rewards(i), path);
-    if (!function.ok()) {
-      faults->push_back(std::string(function.status().message()));
-      continue;
-    }
-    const std::string name = (*function)->name();
-    spec->mutable_rewards(i)->set_name(name);
-    check.Expect(IsWord(name, /*allow_upper=*/true), "name", name, "[A-Za-z0-9_-]{1,64}");
-    check.Expect(names.insert(name).second, "name", name, "unlike the other functions' names");
-    plan->advantage.weights.push_back((*function)->weight());
-    plan->advantage.function_names.push_back(name);
-    plan->rewards.push_back(*std::move(function));
+  absl::StatusOr<RewardSet> rewards = RewardSet::Create(spec->rewards());
+  if (!rewards.ok()) {
+    faults->push_back(std::string(rewards.status().message()));
+    return;
   }
+  for (int i = 0; i < spec->rewards_size(); ++i)
+    spec->mutable_rewards(i)->set_name(rewards->names()[static_cast<std::size_t>(i)]);
+  plan->advantage.weights = rewards->weights();
+  plan->advantage.function_names = rewards->names();
+  plan->rewards = *std::move(rewards);
 }
 
 std::shared_ptr<const DataSet> OpenContent(const JobSurroundings& surroundings, const std::string& field,
@@ -220,10 +229,7 @@ void CheckRows(const JobSurroundings& surroundings, const JobPlan& plan, const D
       static_cast<std::uint64_t>(std::max(surroundings.model.max_positions, 0)) -
       std::min<std::uint64_t>(plan.spec.rollout().sampling().max_tokens(),
                               static_cast<std::uint64_t>(std::max(surroundings.model.max_positions, 0)));
-  std::set<std::string> needed;
-  for (const auto& reward : plan.rewards) {
-    for (const std::string& name : reward->required_fields()) needed.insert(name);
-  }
+  const Lines needed = plan.rewards.has_value() ? plan.rewards->required_fields() : Lines();
   std::size_t num_faults = 0;
   for (std::size_t i = 0; i < data.num_rows() && num_faults < kMaxRowFaults; ++i) {
     const auto fault = [&](const std::string& message) {
@@ -347,8 +353,7 @@ absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundin
 
   v1::JobSpec& spec = plan.spec;
   const FieldCheck check("", &faults);
-  check.Expect(IsWord(spec.name(), /*allow_upper=*/false), "name", absl::StrCat("'", spec.name().substr(0, 80), "'"),
-               "[a-z0-9_-]{1,64}");
+  check.Expect(IsJobName(spec.name()), "name", absl::StrCat("'", spec.name().substr(0, 80), "'"), "[a-z0-9_-]{1,64}");
   check.Range("num_steps", spec.num_steps(), 1, 1000000);
   CheckRollout(surroundings, spec.mutable_rollout(), &faults, &plan.warnings);
   if (spec.loss().updates_per_rollout() == 0) spec.mutable_loss()->set_updates_per_rollout(1);

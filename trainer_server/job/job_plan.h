@@ -18,7 +18,7 @@
 #include "trainer_server/optim/learning_rate.h"
 #include "trainer_server/policy/policy_model.h"
 #include "trainer_server/prompt/data_set.h"
-#include "trainer_server/reward/reward.h"
+#include "trainer_server/reward/reward_set.h"
 
 namespace tandem {
 
@@ -35,7 +35,7 @@ struct JobPlan {
   std::vector<std::string> warnings;
   std::shared_ptr<const DataSet> data;
   std::shared_ptr<const DataSet> evaluation;  // null: none
-  std::vector<std::unique_ptr<RewardFunction>> rewards;
+  std::optional<RewardSet> rewards;
   LossOptions loss;
   AdvantageOptions advantage;
   AdamWOptions adamw;

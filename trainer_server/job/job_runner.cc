@@ -101,7 +101,7 @@ std::vector<v1::OwnedBytes> JobRunner::Ledger() const {
   const std::uint64_t standing_bytes = environment_.member->region(v1::REGION_KIND_TRAINER_STANDING).size();
   std::vector<v1::OwnedBytes> ledger;
   for (v1::OwnedBytes& entry : environment_.member->RegionLedger()) {
-    const bool is_standing = entry.role() == v1::ROLE_TRAINER && entry.in_pool() && entry.bytes() == standing_bytes;
+    const bool is_standing = entry.owner() == "trainer_standing";
     if (!is_standing) ledger.push_back(std::move(entry));
   }
   for (v1::OwnedBytes& entry : environment_.standing->Ledger()) ledger.push_back(std::move(entry));

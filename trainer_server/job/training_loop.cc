@@ -192,7 +192,9 @@ absl::Status TrainingLoop::MakePolicy() {
 absl::Status TrainingLoop::LoadStartAdapter() {
   TANDEM_ASSIGN_OR_RETURN(start_adapter_,
                           StandingPiece::Allocate(environment_.standing, plan_.layout.total_bytes, "start_adapter"));
-  TANDEM_RETURN_IF_ERROR(ReadStartAdapter(plan_, environment_.model, *environment_.content, start_adapter_.bytes()));
+  TANDEM_ASSIGN_OR_RETURN(const PeftAdapter start,
+                          OpenStartAdapter(plan_.spec.adapter(), environment_.model, *environment_.content));
+  TANDEM_RETURN_IF_ERROR(start.Load(start_adapter_.bytes()));
   std::ranges::copy(start_adapter_.bytes(), masters_.bytes().begin());
   return policy_->SetReference(start_adapter_.bytes(), plan_.layout, plan_.policy.scale);
 }
@@ -228,26 +230,16 @@ absl::StatusOr<std::vector<RolloutGroup>> TrainingLoop::DrawGroups(const std::ve
   return client_->Draw(unit);
 }
 
-absl::StatusOr<std::vector<std::vector<std::optional<double>>>> TrainingLoop::ScoreGroup(const Prompt& prompt,
-                                                                                         const RolloutGroup& group) const {
-  std::vector<std::vector<std::optional<double>>> rewards;
+absl::StatusOr<RewardTable> TrainingLoop::ScoreGroup(const Prompt& prompt, const RolloutGroup& group) const {
+  std::vector<RewardInput> inputs;
   for (const Rollout& rollout : group.members) {
-    const RewardInput input{.row = &prompt.row,
-                            .completion = rollout.text,
-                            .completion_tokens = static_cast<int>(rollout.token_ids.size()),
-                            .is_truncated = rollout.is_truncated()};
-    std::vector<std::optional<double>> values;
-    for (const auto& function : plan_.rewards) {
-      const auto value = function->Score(input);
-      if (!value.ok()) return Annotate(value.status(), absl::StrCat("reward ", function->name(), " row ", prompt.row_index));
-      if (value->has_value() && !std::isfinite(**value)) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("reward ", function->name(), " row ", prompt.row_index, ": ", **value, " is not finite"));
-      }
-      values.push_back(*value);
-    }
-    rewards.push_back(std::move(values));
+    inputs.push_back({.row = &prompt.row,
+                      .completion = rollout.text,
+                      .completion_tokens = static_cast<int>(rollout.token_ids.size()),
+                      .is_truncated = rollout.is_truncated()});
   }
+  absl::StatusOr<RewardTable> rewards = plan_.rewards->Score(inputs);
+  if (!rewards.ok()) return Annotate(rewards.status(), absl::StrCat("data set row ", prompt.row_index));
   return rewards;
 }
 
@@ -268,10 +260,13 @@ absl::Status TrainingLoop::RunStep() {
 
   const absl::Time train_begin = absl::Now();
   std::vector<ScoredGroup> groups;
+  RewardTable table;
   for (std::size_t g = 0; g < prompts.size(); ++g) {
-    TANDEM_ASSIGN_OR_RETURN(auto rewards, ScoreGroup(prompts[g], rollouts[g]));
+    TANDEM_ASSIGN_OR_RETURN(RewardTable rewards, ScoreGroup(prompts[g], rollouts[g]));
+    table.insert(table.end(), rewards.begin(), rewards.end());
     groups.push_back({std::move(prompts[g].token_ids), std::move(rollouts[g]), std::move(rewards)});
   }
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<RewardMetrics> functions, plan_.rewards->Summarize(table));
   const double reward_seconds = SecondsSince(train_begin);
   environment_.on_phase("training");
   TANDEM_ASSIGN_OR_RETURN(const StepReport report, driver_->Run(step, groups));
@@ -289,7 +284,8 @@ absl::Status TrainingLoop::RunStep() {
   state_.prompt_cursor += rollout.prompts_per_step();
   state_.num_tokens += step_tokens;
 
-  HistoryEvent event{.kind = HistoryEvent::Kind::kStep, .step = step, .values = StepValues(groups, report), .times = {}};
+  HistoryEvent event{
+      .kind = HistoryEvent::Kind::kStep, .step = step, .values = StepValues(groups, functions, report), .times = {}};
   const double step_seconds = SecondsSince(begin);
   recent_step_seconds_.push_back(step_seconds);
   if (recent_step_seconds_.size() > kRecentSteps) recent_step_seconds_.erase(recent_step_seconds_.begin());
@@ -323,7 +319,7 @@ absl::Status TrainingLoop::Evaluate() {
   const std::size_t num_prompts = plan_.spec.evaluation().num_prompts();
   const std::uint64_t seed = DeriveSeed(plan_.spec.seed(), kEvaluationPart);
   std::vector<double> totals;
-  std::vector<std::vector<double>> by_function(plan_.rewards.size());
+  RewardTable table;
   for (std::size_t first = 0; first < num_prompts; first += kEvaluationUnitPrompts) {
     std::vector<Prompt> prompts;
     std::vector<std::uint64_t> seeds;
@@ -336,16 +332,13 @@ absl::Status TrainingLoop::Evaluate() {
     for (std::size_t g = 0; g < groups.size(); ++g) {
       TANDEM_ASSIGN_OR_RETURN(const auto rewards, ScoreGroup(prompts[g], groups[g]));
       if (const auto total = WeightedReward(rewards[0], plan_.advantage.weights)) totals.push_back(*total);
-      for (std::size_t k = 0; k < by_function.size(); ++k) {
-        if (rewards[0][k].has_value()) by_function[k].push_back(*rewards[0][k]);
-      }
+      table.push_back(rewards[0]);
     }
   }
   HistoryEvent event{.kind = HistoryEvent::Kind::kEvaluation, .step = state_.step, .values = {}, .times = {}};
   event.values.emplace_back("reward", Mean(totals));
-  for (std::size_t k = 0; k < by_function.size(); ++k) {
-    event.values.emplace_back(absl::StrCat("rewards/", plan_.rewards[k]->name(), "/mean"), Mean(by_function[k]));
-  }
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<RewardMetrics> functions, plan_.rewards->Summarize(table));
+  for (const RewardMetrics& function : functions) event.values.emplace_back("rewards/" + function.name + "/mean", function.mean);
   event.values.emplace_back("num_prompts", static_cast<double>(num_prompts));
   event.times = {{"evaluation_seconds", SecondsSince(begin)}};
   TANDEM_RETURN_IF_ERROR(history_->Append(event));
@@ -371,17 +364,13 @@ void TrainingLoop::KeepOnlyAdapter() {
   for (StandingPiece* piece : {&masters_, &gradients_, &first_moments_, &second_moments_, &start_adapter_}) piece->Free();
 }
 
-NamedValues TrainingLoop::StepValues(const std::vector<ScoredGroup>& groups, const StepReport& report) const {
+NamedValues TrainingLoop::StepValues(const std::vector<ScoredGroup>& groups, const std::vector<RewardMetrics>& functions,
+                                     const StepReport& report) const {
   std::vector<double> lengths, terminated;
-  std::vector<std::vector<double>> by_function(plan_.rewards.size());
   for (const ScoredGroup& group : groups) {
-    for (std::size_t m = 0; m < group.rollouts.members.size(); ++m) {
-      const Rollout& rollout = group.rollouts.members[m];
+    for (const Rollout& rollout : group.rollouts.members) {
       lengths.push_back(static_cast<double>(rollout.token_ids.size()));
       if (!rollout.is_truncated()) terminated.push_back(lengths.back());
-      for (std::size_t k = 0; k < by_function.size(); ++k) {
-        if (group.rewards[m][k].has_value()) by_function[k].push_back(*group.rewards[m][k]);
-      }
     }
   }
   NamedValues values = {{"loss", report.loss},
@@ -392,11 +381,10 @@ NamedValues TrainingLoop::StepValues(const std::vector<ScoredGroup>& groups, con
                         {"frac_reward_zero_std", report.advantages.zero_std_fraction},
                         {"groups_dropped", report.advantages.groups_dropped},
                         {"groups_skipped", static_cast<double>(report.num_groups_skipped)}};
-  for (std::size_t k = 0; k < by_function.size(); ++k) {
-    if (by_function[k].empty()) continue;
-    const Spread spread = ComputeSpread(by_function[k]);
-    values.emplace_back(absl::StrCat("rewards/", plan_.rewards[k]->name(), "/mean"), spread.mean);
-    values.emplace_back(absl::StrCat("rewards/", plan_.rewards[k]->name(), "/std"), spread.std);
+  for (const RewardMetrics& function : functions) {
+    if (function.num_applied == 0) continue;
+    values.emplace_back("rewards/" + function.name + "/mean", function.mean);
+    values.emplace_back("rewards/" + function.name + "/std", function.std);
   }
   AppendLengths("length", lengths, &values);
   values.emplace_back("completions/clipped_ratio",
@@ -426,10 +414,10 @@ std::vector<v1::CompletionRecord> TrainingLoop::Records(const std::vector<Scored
       record.set_completion(Shorten(rollout.text, kMaxRecordCompletionBytes));
       record.set_reward(report.advantages.rewards[sequence].value_or(0));
       record.set_advantage(Mean(report.advantages.advantages[sequence]));
-      for (std::size_t k = 0; k < plan_.rewards.size(); ++k) {
+      for (std::size_t k = 0; k < plan_.rewards->size(); ++k) {
         if (!groups[g].rewards[m][k].has_value()) continue;
         v1::NamedValue* value = record.add_rewards();
-        value->set_name(plan_.rewards[k]->name());
+        value->set_name(plan_.rewards->names()[k]);
         value->set_value(*groups[g].rewards[m][k]);
       }
       record.set_completion_tokens(static_cast<std::uint32_t>(rollout.token_ids.size()));

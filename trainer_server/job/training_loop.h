@@ -97,9 +97,9 @@ class TrainingLoop {
   absl::Status EnsurePublished();
   absl::StatusOr<std::vector<RolloutGroup>> DrawGroups(const std::vector<Prompt>& prompts, std::uint32_t group_size,
                                                        std::vector<std::uint64_t> seeds);
-  absl::StatusOr<std::vector<std::vector<std::optional<double>>>> ScoreGroup(const Prompt& prompt,
-                                                                             const RolloutGroup& group) const;
-  NamedValues StepValues(const std::vector<ScoredGroup>& groups, const StepReport& report) const;
+  absl::StatusOr<RewardTable> ScoreGroup(const Prompt& prompt, const RolloutGroup& group) const;
+  NamedValues StepValues(const std::vector<ScoredGroup>& groups, const std::vector<RewardMetrics>& functions,
+                         const StepReport& report) const;
   std::vector<v1::CompletionRecord> Records(const std::vector<ScoredGroup>& groups, const StepReport& report) const;
   void Export(const HistoryEvent& event, const StepReport* report);
   CheckpointArrays arrays() const { return {masters_.bytes(), first_moments_.bytes(), second_moments_.bytes()}; }

@@ -248,7 +248,7 @@ grpc::Status JobService::Export(grpc::ServerContext*, const v1::ExportRequest* r
   // A running job may replace its newest checkpoint while it is read.
   for (int attempt = 0; attempt < 3 && absl::IsDataLoss(adapter.status()); ++attempt) adapter = checkpoints.ReadNewestAdapter();
   if (!adapter.ok()) return ToGrpc(adapter.status());
-  const auto files = ExportFiles(*plan, options_.surroundings.model, *adapter);
+  const auto files = ExportFiles(plan->spec.adapter(), options_.surroundings.model, *adapter);
   if (!files.ok()) return ToGrpc(files.status());
   for (const auto& [name, bytes] : *files) {
     std::size_t begin = 0;

@@ -1,0 +1,150 @@
+#include "trainer_server/checkpoint/checkpoint_store.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "tests/trainer_server/support/fake_model.h"
+
+namespace tandem {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr const char* kFiles[] = {"adapter.bin", "first_moments.bin", "second_moments.bin",
+                                  "state.json",  "job.textproto",     "manifest.json"};
+
+struct Arrays {
+  explicit Arrays(int first = 0) : adapter(64), first_moments(64), second_moments(64) {
+    int value = first;
+    for (auto* array : {&adapter, &first_moments, &second_moments}) {
+      for (std::byte& byte : *array) byte = static_cast<std::byte>(value++ & 0xff);
+    }
+  }
+  CheckpointArrays view() { return {adapter, first_moments, second_moments}; }
+  bool operator==(const Arrays&) const = default;
+  std::vector<std::byte> adapter, first_moments, second_moments;
+};
+
+CheckpointState StateAt(std::uint64_t step) {
+  return {.step = step,
+          .weight_version = step + 1,
+          .optimizer_steps = 2 * step,
+          .prompt_cursor = 8 * step,
+          .seed = 5,
+          .num_tokens = 1000 * step,
+          .history_bytes = 70 * step,
+          .groups_in_flight = 0};
+}
+
+class CheckpointStoreTest : public ::testing::Test {
+ protected:
+  CheckpointStoreTest() : directory_(FreshDirectory("checkpoints")) {}
+  CheckpointStore Open() {
+    auto store = CheckpointStore::Open(directory_);
+    EXPECT_TRUE(store.ok()) << store.status();
+    return *std::move(store);
+  }
+  std::string At(int step, const std::string& file) { return absl::StrFormat("%s/step-%06d/%s", directory_, step, file); }
+  const std::string directory_;
+};
+
+// CASES C45: what is loaded is what was saved, bit for bit.
+TEST_F(CheckpointStoreTest, NewestIsLoadedWholeAndOlderOnesGo) {
+  CheckpointStore store = Open();
+  Arrays empty(99), loaded(99);
+  EXPECT_EQ(*store.LoadNewest("job", loaded.view()), std::nullopt);
+  for (int step = 0; step < 4; ++step) {
+    Arrays arrays(step);
+    ASSERT_TRUE(store.Write(StateAt(static_cast<std::uint64_t>(step)), "job", arrays.view(), 2).ok());
+  }
+  EXPECT_THAT(store.Steps(), ElementsAre(2, 3));
+  const auto state = Open().LoadNewest("job", loaded.view());
+  ASSERT_TRUE(state.ok()) << state.status();
+  EXPECT_EQ(**state, StateAt(3));
+  EXPECT_EQ(loaded, Arrays(3));
+  EXPECT_EQ(store.ReadNewestAdapter()->size(), 64u);
+}
+
+TEST_F(CheckpointStoreTest, SameStepMayBeWrittenAgain) {
+  CheckpointStore store = Open();
+  Arrays first(1), second(2), loaded;
+  ASSERT_TRUE(store.Write(StateAt(5), "job", first.view(), 1).ok());
+  ASSERT_TRUE(store.Write(StateAt(5), "job", first.view(), 1).ok());
+  ASSERT_TRUE(store.Write(StateAt(5), "job", second.view(), 1).ok());
+  ASSERT_TRUE(store.LoadNewest("job", loaded.view()).ok());
+  EXPECT_EQ(loaded, second);
+}
+
+// A crash while writing leaves another name behind: files one after the other, never a checkpoint.
+TEST_F(CheckpointStoreTest, HalfWrittenCheckpointIsNeverSeenWhereverTheWriterDied) {
+  for (std::size_t num_written = 0; num_written <= std::size(kFiles); ++num_written) {
+    std::filesystem::remove_all(directory_);
+    Arrays arrays(1), loaded;
+    {
+      CheckpointStore store = Open();
+      ASSERT_TRUE(store.Write(StateAt(1), "job", arrays.view(), 2).ok());
+    }
+    const std::string partial = directory_ + "/partial-000002";
+    std::filesystem::create_directories(partial);
+    for (std::size_t i = 0; i < num_written; ++i) WriteText(partial + "/" + kFiles[i], "half");
+    CheckpointStore store = Open();
+    EXPECT_FALSE(std::filesystem::exists(partial));
+    const auto state = store.LoadNewest("job", loaded.view());
+    ASSERT_TRUE(state.ok()) << state.status();
+    EXPECT_EQ((*state)->step, 1u);
+    EXPECT_EQ(loaded, arrays);
+    ASSERT_TRUE(store.Write(StateAt(2), "job", arrays.view(), 2).ok());
+  }
+}
+
+// CASES C45: a checkpoint that lost something is refused by the name of what it lost; the resume never starts cold.
+TEST_F(CheckpointStoreTest, MissingTruncatedOrChangedFileIsRefusedByName) {
+  for (const std::string file : kFiles) {
+    for (const std::string damage : {"missing", "truncated", "changed"}) {
+      SCOPED_TRACE(file + " " + damage);
+      std::filesystem::remove_all(directory_);
+      CheckpointStore store = Open();
+      Arrays arrays(1), loaded;
+      ASSERT_TRUE(store.Write(StateAt(1), "job", arrays.view(), 2).ok());
+      const std::string path = At(1, file);
+      std::string bytes = ReadText(path);
+      if (damage == "missing") {
+        std::filesystem::remove(path);
+      } else if (damage == "truncated") {
+        WriteText(path, bytes.substr(0, bytes.size() / 2));
+      } else {
+        bytes[bytes.size() / 2] ^= 1;
+        WriteText(path, bytes);
+      }
+      const auto state = store.LoadNewest("job", loaded.view());
+      EXPECT_FALSE(state.ok());
+      EXPECT_TRUE(absl::IsDataLoss(state.status()) || (file == "manifest.json" && damage == "changed")) << state.status();
+      EXPECT_THAT(std::string(state.status().message()), HasSubstr("step-000001/"));
+    }
+  }
+}
+
+// CASES C45: optimizer state erased, with a manifest to match the erased files, has another size than the adapter needs.
+TEST_F(CheckpointStoreTest, ErasedOptimizerStateIsRefused) {
+  CheckpointStore store = Open();
+  Arrays arrays(1), loaded;
+  CheckpointArrays erased = arrays.view();
+  erased.first_moments = {};
+  ASSERT_TRUE(store.Write(StateAt(1), "job", erased, 2).ok());
+  const auto state = store.LoadNewest("job", loaded.view());
+  EXPECT_TRUE(absl::IsFailedPrecondition(state.status())) << state.status();
+  EXPECT_THAT(std::string(state.status().message()), HasSubstr("first_moments.bin has 0 bytes"));
+}
+
+TEST_F(CheckpointStoreTest, CheckpointOfAnotherJobIsRefused) {
+  CheckpointStore store = Open();
+  Arrays arrays(1);
+  ASSERT_TRUE(store.Write(StateAt(1), "job", arrays.view(), 2).ok());
+  EXPECT_TRUE(absl::IsFailedPrecondition(store.LoadNewest("another", arrays.view()).status()));
+}
+
+}  // namespace
+}  // namespace tandem

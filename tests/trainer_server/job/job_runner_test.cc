@@ -1,0 +1,458 @@
+// The whole loop of a job over a fake policy and a fake rollout server: it learns, survives the death of either half, and its
+// trajectory does not tell.
+#include "trainer_server/job/job_runner.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "nlohmann/json.hpp"
+#include "tests/trainer_server/support/fake_rollout.h"
+#include "trainer_server/service/job_service.h"
+
+namespace tandem {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::string Rows() {
+  std::string rows;
+  for (int i = 0; i < 10; ++i)
+    rows += absl::StrCat("{\"prompt\": \"say ", i, "\", \"answer\": ", i % 3 == 0 ? "null" : "3", "}\n");
+  return rows;
+}
+
+std::string JobText(int num_steps, const std::string& more = "") {
+  const std::string sha256 = Sha256Hex(Rows());
+  return absl::StrCat(R"(name: "tiny" seed: 5 num_steps: )", num_steps, R"(
+    rollout { prompts_per_step: 3 group_size: 4 sampling { temperature: 1 max_tokens: 6 } }
+    rewards { name: "ended" weight: 1 ended_by_itself {} }
+    rewards { name: "near" weight: 0.1 numeric_distance { answer_field: "answer" scale: 10 } }
+    loss { preset: LOSS_PRESET_GRPO } adapter { rank: 2 alpha: 4 } optimizer { learning_rate: 0.2 }
+    checkpoint { interval_steps: 3 keep: 2 } data { content: ")",
+                      sha256, R"(" }
+    evaluation { content: ")",
+                      sha256, R"(" interval_steps: 4 } )", more);
+}
+
+// A trainer: everything but the pool and the rollout server dies with it, as a process would.
+class Trainer {
+ public:
+  Trainer(const std::string& directory, FakePool* pool, FakeRollout* rollout)
+      : store_(*JobStore::Open(directory + "/jobs.sqlite")),
+        content_(*ContentStore::Open(directory + "/content", 1 << 20)),
+        standing_(pool->region(v1::REGION_KIND_TRAINER_STANDING)),
+        metrics_(*Metrics::Create("")),
+        peer_({.address = rollout->address(),
+               .is_attached = [this] { return is_attached_.load(); },
+               .patience = absl::Seconds(20)}) {
+    LoopEnvironment environment;
+    environment.model = SmallModel();
+    environment.tokenizer = std::make_shared<ByteTokenizer>();
+    environment.encoder = std::make_shared<ByteEncoder>();
+    environment.member = pool;
+    environment.standing = &standing_;
+    environment.peer = &peer_;
+    environment.content = content_.get();
+    environment.metrics = metrics_.get();
+    environment.make_policy = [this](const AdapterMemory& memory,
+                                     const PolicyOptions& options) -> absl::StatusOr<std::unique_ptr<PolicyModel>> {
+      auto policy = std::make_unique<FakePolicy>(memory, AdapterLayout::Create(SmallModel(), options.rank, options.targets));
+      policy->nan_at_forward = nan_at_forward_;
+      return policy;
+    };
+    runner_ = std::make_unique<JobRunner>(store_.get(), environment,
+                                          JobRunner::Options{.directory = directory, .idle_poll = absl::Milliseconds(10)});
+    JobService::Options options;
+    options.surroundings = {SmallModel(), environment.encoder, content_.get(), 4 << 20};
+    options.model = "small";
+    options.device = "cpu";
+    options.member = pool;
+    service_ = std::make_unique<JobService>(options, store_.get(), content_.get(), runner_.get());
+    grpc::ServerBuilder builder;
+    int port = 0;
+    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
+    builder.RegisterService(service_.get());
+    server_ = builder.BuildAndStart();
+    stub_ = v1::JobService::NewStub(MakeChannel(absl::StrCat("127.0.0.1:", port)));
+  }
+  ~Trainer() {
+    runner_->Stop();
+    server_->Shutdown(absl::ToChronoTime(absl::Now() + absl::Milliseconds(200)));
+  }
+  void Start() { runner_->Start(); }
+
+  absl::StatusOr<std::string> Submit(const std::string& text) {
+    grpc::ClientContext upload_context, context;
+    v1::UploadResponse uploaded;
+    auto writer = stub_->Upload(&upload_context, &uploaded);
+    v1::UploadRequest piece;
+    piece.mutable_header()->set_sha256(Sha256Hex(Rows()));
+    piece.mutable_header()->set_size_bytes(Rows().size());
+    writer->Write(piece);
+    piece.set_piece(Rows());
+    writer->Write(piece);
+    writer->WritesDone();
+    TANDEM_RETURN_IF_ERROR(FromGrpc(writer->Finish()));
+    v1::SubmitRequest request;
+    request.set_job_text(text);
+    v1::SubmitResponse response;
+    TANDEM_RETURN_IF_ERROR(FromGrpc(stub_->Submit(&context, request, &response)));
+    return response.job();
+  }
+  v1::JobStatus Status(const std::string& job) { return *runner_->StatusOf(job); }
+  v1::JobStatus WaitFor(const std::string& job, const std::function<bool(const v1::JobStatus&)>& is_reached) {
+    const absl::Time deadline = absl::Now() + absl::Seconds(60);
+    v1::JobStatus status = Status(job);
+    for (std::uint64_t seen = 0; !is_reached(status) && absl::Now() < deadline; status = Status(job)) {
+      seen = runner_->WaitForChange(seen, absl::Milliseconds(10));
+    }
+    EXPECT_TRUE(is_reached(status)) << status.ShortDebugString();
+    return status;
+  }
+  v1::JobStatus WaitForState(const std::string& job, v1::JobState state) {
+    return WaitFor(job, [&](const v1::JobStatus& status) {
+      EXPECT_TRUE(status.state() != v1::JOB_STATE_FAILED || state == v1::JOB_STATE_FAILED) << status.error();
+      return status.state() == state || status.state() == v1::JOB_STATE_FAILED;
+    });
+  }
+
+  int nan_at_forward_ = 0;
+  std::atomic<bool> is_attached_ = true;
+  std::unique_ptr<JobStore> store_;
+  std::unique_ptr<ContentStore> content_;
+  FakeStanding standing_;
+  std::unique_ptr<Metrics> metrics_;
+  RolloutPeer peer_;
+  std::unique_ptr<JobRunner> runner_;
+  std::unique_ptr<JobService> service_;
+  std::unique_ptr<grpc::Server> server_;
+  std::unique_ptr<v1::JobService::Stub> stub_;
+};
+
+// The history without what measures time, and the adapter and moments of the newest checkpoint.
+std::string Trajectory(const std::string& directory, const std::string& job) {
+  std::string trajectory;
+  std::ifstream file(directory + "/jobs/" + job + "/history.jsonl");
+  for (std::string line; std::getline(file, line);) {
+    nlohmann::json json = nlohmann::json::parse(line);
+    json.erase("times");
+    trajectory += json.dump() + "\n";
+  }
+  const std::string checkpoints = directory + "/jobs/" + job + "/checkpoints";
+  const std::uint64_t newest = CheckpointStore::OpenForReading(checkpoints).Steps().back();
+  for (const char* name : {"adapter.bin", "first_moments.bin", "second_moments.bin", "state.json"}) {
+    trajectory += Sha256Hex(ReadText(absl::StrFormat("%s/step-%06d/%s", checkpoints, newest, name))) + "\n";
+  }
+  return trajectory;
+}
+
+class JobRunnerTest : public ::testing::Test {
+ protected:
+  JobRunnerTest() : rollout_(&pool_) {}
+  std::unique_ptr<Trainer> NewTrainer(const std::string& directory) {
+    return std::make_unique<Trainer>(directory, &pool_, &rollout_);
+  }
+  // Of a run that nobody disturbs.
+  std::string Undisturbed(const std::string& text) {
+    const std::string directory = FreshDirectory("undisturbed");
+    auto trainer = NewTrainer(directory);
+    trainer->Start();
+    const auto job = trainer->Submit(text);
+    EXPECT_TRUE(job.ok()) << job.status();
+    trainer->WaitForState(*job, v1::JOB_STATE_SUCCEEDED);
+    return Trajectory(directory, *job);
+  }
+  std::vector<v1::WatchResponse> Watch(Trainer* trainer, const std::string& job, std::uint32_t from_step) {
+    grpc::ClientContext context;
+    context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(60)));
+    v1::WatchRequest request;
+    request.set_job(job);
+    request.set_from_step(from_step);
+    auto reader = trainer->stub_->Watch(&context, request);
+    std::vector<v1::WatchResponse> responses;
+    v1::WatchResponse response;
+    while (reader->Read(&response)) responses.push_back(response);
+    EXPECT_TRUE(reader->Finish().ok());
+    return responses;
+  }
+
+  FakePool pool_;
+  FakeRollout rollout_;
+};
+
+// Also CASES C27: a reward that does not apply to a row leaves every mean and takes nothing else with it.
+TEST_F(JobRunnerTest, JobLearnsAndIsWatchedBrowsedAndExported) {
+  const std::string directory = FreshDirectory("learns");
+  auto trainer = NewTrainer(directory);
+  trainer->Start();
+  const auto job = trainer->Submit(JobText(12));
+  ASSERT_TRUE(job.ok()) << job.status();
+  const std::vector<v1::WatchResponse> events = Watch(trainer.get(), *job, 0);
+  std::vector<double> rewards;
+  std::vector<std::uint32_t> evaluated;
+  double before = 0, after = 0;
+  for (const v1::WatchResponse& event : events) {
+    if (event.has_evaluation()) {
+      if (evaluated.empty()) before = event.evaluation().reward();
+      after = event.evaluation().reward();
+      evaluated.push_back(event.evaluation().step());
+      EXPECT_EQ(event.evaluation().num_prompts(), 10u);
+      EXPECT_EQ(event.evaluation().rewards_size(), 2);
+    }
+    if (event.has_step()) {
+      EXPECT_EQ(event.step().step(), rewards.size() + 1);
+      std::map<std::string, double> values;
+      for (const v1::NamedValue& value : event.step().values()) values[value.name()] = value.value();
+      for (const char* name :
+           {"loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "rewards/ended/mean",
+            "rewards/ended/std", "completions/mean_length", "completions/clipped_ratio", "num_tokens", "step_time"}) {
+        EXPECT_TRUE(values.contains(name)) << name;
+      }
+      rewards.push_back(values["reward"]);
+    }
+  }
+  EXPECT_EQ(rewards.size(), 12u);
+  EXPECT_THAT(evaluated, ::testing::ElementsAre(0, 4, 8, 12));
+  EXPECT_GT(after, before + 0.05);
+  EXPECT_EQ(events.back().status().state(), v1::JOB_STATE_SUCCEEDED);
+  EXPECT_GT(pool_.num_phases, 0);
+
+  const std::vector<v1::WatchResponse> late = Watch(trainer.get(), *job, 12);
+  EXPECT_EQ(std::ranges::count_if(late, [](const auto& event) { return event.has_step(); }), 1);
+  EXPECT_EQ(std::ranges::count_if(late, [](const auto& event) { return event.has_evaluation(); }), 1);
+
+  grpc::ClientContext completions_context, export_context, missing_context, list_context, status_context;
+  v1::CompletionsRequest completions;
+  completions.set_job(*job);
+  completions.set_step(2);
+  auto reader = trainer->stub_->Completions(&completions_context, completions);
+  v1::CompletionRecord record;
+  int num_records = 0;
+  while (reader->Read(&record)) {
+    ++num_records;
+    EXPECT_THAT(record.prompt(), HasSubstr("say "));
+    EXPECT_GE(record.rewards_size(), 1);
+  }
+  EXPECT_TRUE(reader->Finish().ok());
+  EXPECT_EQ(num_records, 12);
+
+  v1::ExportRequest export_request;
+  export_request.set_job(*job);
+  auto files = trainer->stub_->Export(&export_context, export_request);
+  v1::ExportResponse piece;
+  std::map<std::string, std::string> exported;
+  while (files->Read(&piece)) exported[piece.file()] += piece.piece();
+  EXPECT_TRUE(files->Finish().ok());
+  EXPECT_EQ(exported.size(), 2u);
+  EXPECT_EQ(nlohmann::json::parse(exported["adapter_config.json"])["r"], 2);
+  EXPECT_GT(exported["adapter_model.safetensors"].size(), 1000u);
+
+  v1::GetJobRequest missing;
+  missing.set_job("nobody");
+  v1::JobStatus status;
+  EXPECT_EQ(trainer->stub_->GetJob(&missing_context, missing, &status).error_code(), grpc::StatusCode::NOT_FOUND);
+  v1::ListJobsResponse jobs;
+  EXPECT_TRUE(trainer->stub_->ListJobs(&list_context, {}, &jobs).ok());
+  EXPECT_EQ(jobs.jobs_size(), 1);
+  v1::TrainerStatus trainer_status;
+  EXPECT_TRUE(trainer->stub_->GetStatus(&status_context, {}, &trainer_status).ok());
+  EXPECT_EQ(trainer_status.phase(), "idle");
+  std::uint64_t pool_bytes = 0;
+  for (const v1::OwnedBytes& entry : trainer_status.ledger()) pool_bytes += entry.bytes();
+  EXPECT_EQ(pool_bytes, 8u << 20);
+  // The job has ended: its series are gone, its adapter can still be asked for.
+  EXPECT_EQ(trainer->metrics_->Text().find(*job), std::string::npos);
+  EXPECT_EQ(rollout_.version(*job), 13u);
+  EXPECT_EQ(trainer->standing_.num_pieces(), 2u);
+}
+
+// CASES C45: six steps at once; three, death, three more.
+TEST_F(JobRunnerTest, TrainerThatDiesAnywhereResumesToTheSameTrajectory) {
+  const std::string text = JobText(9);
+  const std::string undisturbed = Undisturbed(text);
+  const std::string directory = FreshDirectory("killed");
+  std::string job;
+  for (const std::uint32_t step : {0u, 1u, 4u, 5u, 8u}) {
+    auto trainer = NewTrainer(directory);
+    trainer->Start();
+    if (job.empty()) job = *trainer->Submit(text);
+    trainer->WaitFor(
+        job, [&](const v1::JobStatus& status) { return status.step() >= step && status.state() == v1::JOB_STATE_RUNNING; });
+    trainer.reset();
+  }
+  auto trainer = NewTrainer(directory);
+  EXPECT_EQ(trainer->Status(job).state(), v1::JOB_STATE_RUNNING);
+  trainer->Start();
+  trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(Trajectory(directory, job), undisturbed);
+  EXPECT_THAT(undisturbed, HasSubstr("\"reward\""));
+}
+
+TEST_F(JobRunnerTest, RolloutServerThatDiesLeavesTheTrajectoryAlone) {
+  const std::string text = JobText(9);
+  const std::string undisturbed = Undisturbed(text);
+  const std::string directory = FreshDirectory("rollout_dies");
+  auto trainer = NewTrainer(directory);
+  rollout_.Set({.dying_units = 3, .forgotten_units = 2, .busy_units = 1, .stalled_activations = 0, .corrupt = {}});
+  pool_.num_acquire_failures = 2;
+  pool_.num_release_failures = 2;
+  trainer->is_attached_ = false;
+  trainer->Start();
+  const std::string job = *trainer->Submit(text);
+  trainer->WaitFor(job, [](const v1::JobStatus& status) { return !status.waiting_for().empty(); });
+  EXPECT_THAT(trainer->Status(job).waiting_for(), HasSubstr(rollout_.address()));
+  trainer->is_attached_ = true;
+  trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(Trajectory(directory, job), undisturbed);
+}
+
+TEST_F(JobRunnerTest, PausedJobGoesOnWhereItStoppedAndACancelledOneKeepsItsCheckpoint) {
+  const std::string text = JobText(30);
+  const std::string undisturbed = Undisturbed(text);
+  const std::string directory = FreshDirectory("paused");
+  auto trainer = NewTrainer(directory);
+  trainer->Start();
+  const std::string job = *trainer->Submit(text), other = *trainer->Submit(JobText(100000));
+  trainer->WaitFor(job, [](const v1::JobStatus& status) { return status.step() >= 4; });
+  grpc::ClientContext pause_context, resume_context, cancel_context, again_context;
+  v1::PauseRequest pause;
+  pause.set_job(job);
+  v1::JobStatus status;
+  ASSERT_TRUE(trainer->stub_->Pause(&pause_context, pause, &status).ok());
+  const v1::JobStatus paused = trainer->WaitForState(job, v1::JOB_STATE_PAUSED);
+  EXPECT_EQ(CheckpointStore::OpenForReading(directory + "/jobs/" + job + "/checkpoints").Steps().back(), paused.step());
+  trainer->WaitFor(other, [](const v1::JobStatus& s) { return s.step() >= 3; });  // the next in the queue runs meanwhile
+  v1::ResumeRequest resume;
+  resume.set_job(job);
+  ASSERT_TRUE(trainer->stub_->Resume(&resume_context, resume, &status).ok());
+  EXPECT_EQ(status.state(), v1::JOB_STATE_QUEUED);
+  v1::CancelRequest cancel;
+  cancel.set_job(other);
+  ASSERT_TRUE(trainer->stub_->Cancel(&cancel_context, cancel, &status).ok());
+  trainer->WaitForState(other, v1::JOB_STATE_CANCELLED);
+  EXPECT_FALSE(CheckpointStore::OpenForReading(directory + "/jobs/" + other + "/checkpoints").Steps().empty());
+  EXPECT_EQ(trainer->stub_->Cancel(&again_context, cancel, &status).error_code(), grpc::StatusCode::FAILED_PRECONDITION);
+  trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(Trajectory(directory, job), undisturbed);
+}
+
+TEST_F(JobRunnerTest, JobThatWaitsForAnAbsentRolloutServerCanBeCancelled) {
+  auto trainer = NewTrainer(FreshDirectory("absent"));
+  trainer->is_attached_ = false;
+  rollout_.Set({.dying_units = 1, .forgotten_units = 0, .busy_units = 0, .stalled_activations = 0, .corrupt = {}});
+  trainer->Start();
+  const std::string job = *trainer->Submit(JobText(9));
+  trainer->WaitFor(job, [](const v1::JobStatus& status) { return !status.waiting_for().empty(); });
+  ASSERT_TRUE(trainer->store_->Cancel(job).ok());
+  trainer->runner_->Notify();
+  trainer->WaitForState(job, v1::JOB_STATE_CANCELLED);
+}
+
+// CASES C06: NaN in training fails the job by name; the checkpoint before it stays, and the next job runs.
+TEST_F(JobRunnerTest, NanFailsTheJobByNameAndTheRunnerGoesOn) {
+  const std::string directory = FreshDirectory("nan");
+  auto trainer = NewTrainer(directory);
+  trainer->nan_at_forward_ = 2;
+  trainer->Start();
+  const std::string job = *trainer->Submit(JobText(9));
+  const v1::JobStatus failed = trainer->WaitForState(job, v1::JOB_STATE_FAILED);
+  EXPECT_THAT(failed.error(), HasSubstr("not finite"));
+  EXPECT_FALSE(pool_.holds_elastic());
+  trainer->nan_at_forward_ = 0;
+  const std::string next = *trainer->Submit(JobText(2));
+  trainer->WaitForState(next, v1::JOB_STATE_SUCCEEDED);
+}
+
+// CASES C45: a checkpoint without its optimizer state fails the job; it does not start cold.
+TEST_F(JobRunnerTest, DamagedCheckpointFailsTheJobByName) {
+  const std::string directory = FreshDirectory("damaged");
+  std::string job;
+  {
+    auto trainer = NewTrainer(directory);
+    trainer->Start();
+    job = *trainer->Submit(JobText(100000));
+    trainer->WaitFor(job, [](const v1::JobStatus& status) { return status.step() >= 4; });
+  }
+  const std::string checkpoints = directory + "/jobs/" + job + "/checkpoints";
+  for (const std::uint64_t step : CheckpointStore::OpenForReading(checkpoints).Steps()) {
+    std::filesystem::remove(absl::StrFormat("%s/step-%06d/second_moments.bin", checkpoints, step));
+  }
+  auto trainer = NewTrainer(directory);
+  trainer->Start();
+  const v1::JobStatus failed = trainer->WaitForState(job, v1::JOB_STATE_FAILED);
+  EXPECT_THAT(failed.error(), HasSubstr("second_moments.bin is absent"));
+}
+
+// CASES C27: a group in which no reward applies is counted, not an error.
+TEST_F(JobRunnerTest, GroupsWithoutAnyRewardAreCountedAndTheStepGoesOn) {
+  const std::string directory = FreshDirectory("null_rewards");
+  auto trainer = NewTrainer(directory);
+  trainer->Start();
+  std::string text = JobText(4);
+  const std::string ended = R"(rewards { name: "ended" weight: 1 ended_by_itself {} })";
+  text.replace(text.find(ended), ended.size(), "");
+  const auto job = trainer->Submit(text);
+  ASSERT_TRUE(job.ok()) << job.status();
+  trainer->WaitForState(*job, v1::JOB_STATE_SUCCEEDED);
+  double dropped = 0;
+  HistoryReader history(directory + "/jobs/" + *job);
+  while (const auto event = history.Next()) {
+    for (const auto& [name, value] : event->values) dropped += name == "groups_dropped" ? value : 0;
+  }
+  EXPECT_GT(dropped, 0);  // four rows of ten have no answer, and each is drawn
+}
+
+TEST_F(JobRunnerTest, AdapterOfAFinishedJobIsMadeKnownToARolloutServerThatCameBack) {
+  auto trainer = NewTrainer(FreshDirectory("resident"));
+  trainer->Start();
+  const std::string job = *trainer->Submit(JobText(2));
+  trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
+  const std::string checksum = rollout_.checksum(job);
+  v1::RetireAdapterRequest forget;
+  forget.set_job(job);
+  ASSERT_TRUE(rollout_.RetireAdapter(nullptr, &forget, nullptr).ok());
+  trainer->runner_->OnPeerAttached();
+  const absl::Time deadline = absl::Now() + absl::Seconds(10);
+  while (rollout_.version(job) == 0 && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_EQ(rollout_.version(job), 3u);
+  EXPECT_EQ(rollout_.checksum(job), checksum);
+}
+
+TEST_F(JobRunnerTest, BadUploadsAndJobsAreRefusedAndTheServiceGoesOn) {
+  auto trainer = NewTrainer(FreshDirectory("refusals"));
+  trainer->Start();
+  v1::UploadRequest piece;
+  v1::UploadResponse uploaded;
+  {
+    grpc::ClientContext context;
+    auto writer = trainer->stub_->Upload(&context, &uploaded);
+    piece.set_piece("no header");
+    writer->Write(piece);
+    writer->WritesDone();
+    EXPECT_EQ(writer->Finish().error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  }
+  {
+    grpc::ClientContext context;
+    auto writer = trainer->stub_->Upload(&context, &uploaded);
+    piece.mutable_header()->set_sha256(std::string(64, 'a'));
+    piece.mutable_header()->set_size_bytes(2 << 20);
+    writer->Write(piece);
+    piece.set_piece(std::string((1 << 20) + 1, 'x'));
+    writer->Write(piece);
+    writer->WritesDone();
+    EXPECT_THAT(writer->Finish().error_message(), HasSubstr("limit"));
+  }
+  EXPECT_TRUE(absl::IsInvalidArgument(trainer->Submit(JobText(0)).status()));
+  grpc::ClientContext plan_context;
+  v1::PlanRequest plan;
+  plan.set_job_text(JobText(4));
+  v1::PlanResponse planned;
+  ASSERT_TRUE(trainer->stub_->Plan(&plan_context, plan, &planned).ok());
+  EXPECT_EQ(planned.steps_per_epoch(), 4u);
+  EXPECT_GT(planned.trained_parameters(), 0u);
+  EXPECT_THAT(planned.job_text(), HasSubstr("learning_rate: 0.2"));
+  EXPECT_TRUE(trainer->Submit(JobText(1)).ok());
+}
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,330 @@
+// What the job room keeps and checks: job files, content, the store, the history.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "absl/strings/str_split.h"
+#include "common/base/hash.h"
+#include "google/protobuf/text_format.h"
+#include "tests/trainer_server/support/fake_model.h"
+#include "trainer_server/job/content_store.h"
+#include "trainer_server/job/history.h"
+#include "trainer_server/job/job_plan.h"
+#include "trainer_server/job/job_store.h"
+
+namespace tandem {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr char kRows[] = "{\"prompt\": \"1 + 1\", \"answer\": 2}\n{\"prompt\": \"2 + 3\", \"answer\": 5}\n";
+
+class JobPlanTest : public ::testing::Test {
+ protected:
+  JobPlanTest() : content_(*ContentStore::Open(FreshDirectory("content"), 1 << 20)) {
+    surroundings_ = {SmallModel(), std::make_shared<ByteEncoder>(), content_.get(), 8 << 20};
+    rows_ = Store(kRows);
+  }
+  std::string Store(const std::string& bytes) {
+    const std::string sha256 = Sha256Hex(bytes);
+    auto upload = content_->BeginUpload(sha256, bytes.size());
+    EXPECT_TRUE(upload.ok()) << upload.status();
+    EXPECT_TRUE((*upload)->Append(bytes).ok());
+    EXPECT_TRUE((*upload)->Commit().ok());
+    return sha256;
+  }
+  // A job that is right; later fields of the text override.
+  std::string Job(const std::string& more = "") {
+    const std::string base =
+        absl::StrCat(R"(name: "addition" num_steps: 4 rollout { prompts_per_step: 2 group_size: 2 sampling { temperature: 1
+      max_tokens: 8 } } rewards { name: "correct" weight: 1 numeric_answer { answer_field: "answer" } }
+      adapter { rank: 2 alpha: 4 } optimizer { learning_rate: 0.1 } data { content: ")",
+                     rows_, "\" }");
+    v1::JobSpec spec;
+    google::protobuf::TextFormat::Parser parser;
+    EXPECT_TRUE(parser.ParseFromString(base, &spec) && parser.MergeFromString(more, &spec)) << more;
+    std::string text;
+    EXPECT_TRUE(google::protobuf::TextFormat::PrintToString(spec, &text));
+    return text;
+  }
+  absl::StatusOr<JobPlan> Plan(const std::string& text) { return PlanJob(text, surroundings_, JobOrigin::kSubmitted); }
+  std::string Faults(const std::string& text) {
+    const auto plan = Plan(text);
+    EXPECT_TRUE(absl::IsInvalidArgument(plan.status())) << plan.status();
+    return std::string(plan.status().message());
+  }
+
+  std::unique_ptr<ContentStore> content_;
+  JobSurroundings surroundings_;
+  std::string rows_;
+};
+
+TEST_F(JobPlanTest, DefaultsAreFilledAndTheEchoIsAJobThatPlansToItself) {
+  const auto plan = Plan(Job());
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->spec.optimizer().beta2(), 0.99);
+  EXPECT_EQ(plan->spec.adapter().targets_size(), 7);
+  EXPECT_EQ(plan->spec.checkpoint().interval_steps(), 10u);
+  EXPECT_EQ(plan->spec.loss().preset(), v1::LOSS_PRESET_DAPO);
+  EXPECT_EQ(plan->spec.loss().epsilon_high(), 0.28);
+  EXPECT_EQ(plan->policy.scale, 2);
+  EXPECT_EQ(plan->steps_per_epoch, 1u);
+  EXPECT_TRUE(plan->warnings.empty());
+  std::string echo;
+  ASSERT_TRUE(google::protobuf::TextFormat::PrintToString(plan->spec, &echo));
+  for (const std::string preset : {"GRPO", "BNPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "LUSPO", "VESPO", "GMPO", "RLOO",
+                                   "REINFORCE", "REINFORCE_PLUS_PLUS"}) {
+    const auto first = Plan(Job("loss { preset: LOSS_PRESET_" + preset + " }"));
+    ASSERT_TRUE(first.ok()) << preset << first.status();
+    ASSERT_TRUE(google::protobuf::TextFormat::PrintToString(first->spec, &echo));
+    const auto again = Plan(echo);
+    ASSERT_TRUE(again.ok()) << preset << " " << again.status();
+    EXPECT_EQ(again->spec.SerializeAsString(), first->spec.SerializeAsString()) << preset;
+  }
+}
+
+TEST_F(JobPlanTest, EveryFaultIsListedAtOnceWithFieldValueAndLimit) {
+  const std::string faults = Faults(R"(
+    name: "No Spaces" num_steps: 0 seed: 1
+    rollout { prompts_per_step: 0 group_size: 5000
+      sampling { temperature: 0 top_p: 1.5 min_p: nan max_tokens: 1000 presence_penalty: 3 stop_token_ids: 999 stop_strings: "" } }
+    rewards { weight: 0 ended_by_itself {} }
+    rewards { weight: 1 }
+    loss { epsilon_low: -1 updates_per_rollout: 65 }
+    adapter { rank: 9999 alpha: -1 dropout: 1 targets: LINEAR_KIND_Q_PROJ targets: LINEAR_KIND_Q_PROJ start_path: "/x" }
+    optimizer { learning_rate: inf beta1: 1 epsilon: 0 weight_decay: -1 max_grad_norm: -2 warmup_steps: 9 final_learning_rate_ratio: 2 }
+    batch { micro_batch_tokens: 5 }
+    data { path: "rows.jsonl" content: "xyz" }
+    evaluation { content: "abc" })");
+  for (const char* words : {"name: 'No Spaces'; must be [a-z0-9_-]{1,64}",
+                            "num_steps: 0; must be 1 to 1000000",
+                            "rollout.prompts_per_step: 0; must be 1",
+                            "rollout.group_size: 5000; must be 1 to 1024",
+                            "rollout.sampling.temperature: 0",
+                            "rollout.sampling.top_p: 1.5",
+                            "rollout.sampling.min_p: nan",
+                            "rollout.sampling.max_tokens: 1000; must be 1 to 63",
+                            "presence_penalty: 3",
+                            "stop_token_ids: 999; must be below the vocabulary's 257",
+                            "stop_strings: 0 bytes",
+                            "rewards[0].weight",
+                            "rewards[1].",
+                            "loss.epsilon_low",
+                            "loss.updates_per_rollout: 65; must be 1 to 64",
+                            "adapter.rank: 9999; must be 1 to 1024",
+                            "adapter.alpha: -1; must be > 0",
+                            "adapter.dropout: 1",
+                            "adapter.targets: LINEAR_KIND_Q_PROJ; must be given once",
+                            "adapter.start_path",
+                            "optimizer.learning_rate: inf",
+                            "optimizer.beta1: 1",
+                            "optimizer.epsilon: 0",
+                            "weight_decay: -1",
+                            "max_grad_norm: -2",
+                            "warmup_steps: 9",
+                            "final_learning_rate_ratio: 2",
+                            "batch.micro_batch_tokens: 5",
+                            "data.path: rows.jsonl",
+                            "data.content: content address 'xyz'",
+                            "evaluation.content: content address 'abc'"}) {
+    EXPECT_THAT(faults, HasSubstr(words));
+  }
+}
+
+TEST_F(JobPlanTest, TextThatDoesNotParseIsNamedByLineAndTooLongTextRefused) {
+  EXPECT_THAT(Faults("name: \"a\"\nnum_stepz: 3"), HasSubstr("line 2"));
+  EXPECT_TRUE(absl::IsResourceExhausted(Plan(std::string(kMaxJobTextBytes + 1, ' ')).status()));
+}
+
+TEST_F(JobPlanTest, RowsAreCheckedByLineBeforeTheJobIsTaken) {
+  rows_ = Store(
+      "{\"prompt\": \"a\", \"answer\": 1}\nnot json\n{\"prompt\": \"b\"}\n{\"answer\": 1}\n"
+      "{\"answer\": 2, \"prompt\": \"" +
+      std::string(60, 'x') + "\"}\n{\"prompt\": \"c\", \"answer\": null}\n");
+  const std::string faults = Faults(Job());
+  EXPECT_THAT(faults, HasSubstr("line 2 is not a JSON object"));
+  EXPECT_THAT(faults, HasSubstr("line 3 has no field 'answer'"));
+  EXPECT_THAT(faults, HasSubstr("line 4 field 'prompt' is absent"));
+  EXPECT_THAT(faults, HasSubstr("line 5: the prompt has 60 tokens; the limit is 56"));
+  EXPECT_THAT(faults, Not(HasSubstr("line 6")));
+  rows_ = Store("{\"prompt\": 3}\n");
+  EXPECT_THAT(Faults(Job("evaluation { content: \"" + rows_ + "\" num_prompts: 9 }")), HasSubstr("evaluation.num_prompts: 9"));
+}
+
+// CASES C03: a job that truncates the distribution says so in its plan.
+TEST_F(JobPlanTest, CostsAndSideEffectsAreWarnedOf) {
+  const auto plan =
+      Plan(Job(R"(rollout { group_size: 1 prompts_per_step: 3 sampling { top_p: 0.9 seed: 3 repetition_penalty: 1.1 } }
+    loss { beta: 0.1 updates_per_rollout: 2 top_entropy_quantile: 0.5 })"));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  const std::string warnings = absl::StrCat(::testing::PrintToString(plan->warnings));
+  for (const char* words :
+       {"kept mass", "group_size: 1", "beta: 0.1 costs", "updates_per_rollout: costs", "top_entropy_quantile: costs",
+        "seed: has no effect", "penalties", "more than the data set's 2 rows"}) {
+    EXPECT_THAT(warnings, HasSubstr(words));
+  }
+}
+
+TEST_F(JobPlanTest, AdapterBeyondTheStandingRegionIsRefusedWithBothSizes) {
+  surroundings_.standing_bytes = 4096;
+  EXPECT_THAT(Faults(Job()), HasSubstr("trainer's standing region of 4.0 KiB"));
+}
+
+TEST(ContentStoreTest, OnlyWholeContentStandsUnderItsAddress) {
+  const std::string directory = FreshDirectory("content_store");
+  auto store = *ContentStore::Open(directory, 100);
+  const std::string bytes(60, 'x'), sha256 = Sha256Hex(bytes);
+  EXPECT_TRUE(absl::IsInvalidArgument(store->BeginUpload("../../etc/passwd", 3).status()));
+  {
+    auto upload = *store->BeginUpload(sha256, 60);
+    ASSERT_TRUE(upload->Append(bytes.substr(0, 30)).ok());
+    EXPECT_TRUE(absl::IsInvalidArgument(upload->Commit()));  // half of it
+  }
+  {
+    auto upload = *store->BeginUpload(sha256, 60);
+    ASSERT_TRUE(upload->Append(std::string(60, 'y')).ok());
+    EXPECT_THAT(std::string(upload->Commit().message()), HasSubstr(sha256));  // other bytes
+    EXPECT_TRUE(absl::IsInvalidArgument(upload->Append("z")));
+  }
+  EXPECT_FALSE(store->Has(sha256));
+  {
+    auto upload = *store->BeginUpload(sha256, 60);
+    EXPECT_TRUE(absl::IsResourceExhausted(store->BeginUpload(sha256, 60).status()));  // 60 of 100 are spoken for
+    ASSERT_TRUE(upload->Append(bytes).ok());
+    ASSERT_TRUE(upload->Commit().ok());
+  }
+  EXPECT_EQ(ReadText(*store->PathOf(sha256)), bytes);
+  WriteText(directory + "/partial-9", "what a crash left");
+  store = *ContentStore::Open(directory, 100);
+  EXPECT_FALSE(std::filesystem::exists(directory + "/partial-9"));
+  EXPECT_TRUE(store->Has(sha256));
+  EXPECT_TRUE(absl::IsResourceExhausted(store->BeginUpload(sha256, 60).status()));
+}
+
+class JobStoreTest : public ::testing::Test {
+ protected:
+  JobStoreTest() : path_(FreshDirectory("job_store") + "/jobs.sqlite") { Reopen(); }
+  void Reopen() {
+    store_.reset();
+    store_ = *JobStore::Open(path_);
+  }
+  std::string Add(const std::string& name) {
+    v1::JobSpec spec;
+    spec.set_name(name);
+    spec.set_num_steps(7);
+    return *store_->Add(spec, "text of " + name);
+  }
+  v1::JobState State(const std::string& job) { return store_->Get(job)->status.state(); }
+  const std::string path_;
+  std::unique_ptr<JobStore> store_;
+};
+
+TEST_F(JobStoreTest, QueueIsFirstInFirstOutAndTheRunningJobGoesBeforeAll) {
+  const std::string first = Add("a"), second = Add("b"), third = Add("a");
+  EXPECT_NE(first, third);
+  EXPECT_EQ((*store_->Next())->status.job(), first);
+  ASSERT_TRUE(store_->Pause(first).ok());
+  EXPECT_EQ((*store_->Next())->status.job(), second);
+  ASSERT_TRUE(store_->Transition(third, v1::JOB_STATE_RUNNING, "").ok());
+  ASSERT_TRUE(store_->SetStep(third, 3).ok());
+  Reopen();
+  const StoredJob next = **store_->Next();
+  EXPECT_EQ(next.status.job(), third);
+  EXPECT_EQ(next.status.step(), 3u);
+  EXPECT_EQ(next.job_text, "text of a");
+  EXPECT_EQ(next.status.num_steps(), 7u);
+  ASSERT_TRUE(store_->Transition(third, v1::JOB_STATE_FAILED, "why").ok());
+  EXPECT_EQ(store_->Get(third)->status.error(), "why");
+  ASSERT_TRUE(store_->Resume(first).ok());
+  EXPECT_EQ((*store_->Next())->status.job(), first) << "a paused job keeps its place";
+  EXPECT_EQ(*store_->CountQueued(), 2);
+}
+
+TEST_F(JobStoreTest, StatesThatDoNotFollowAreRefusedByName) {
+  const std::string job = Add("a");
+  EXPECT_TRUE(absl::IsFailedPrecondition(store_->Transition(job, v1::JOB_STATE_SUCCEEDED, "")));
+  ASSERT_TRUE(store_->Transition(job, v1::JOB_STATE_RUNNING, "").ok());
+  ASSERT_TRUE(store_->Transition(job, v1::JOB_STATE_SUCCEEDED, "").ok());
+  for (const absl::Status& status :
+       {store_->Cancel(job), store_->Pause(job), store_->Resume(job), store_->Transition(job, v1::JOB_STATE_RUNNING, "")}) {
+    EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("JOB_STATE_SUCCEEDED"));
+  }
+  EXPECT_TRUE(absl::IsNotFound(store_->Cancel("nobody")));
+}
+
+TEST_F(JobStoreTest, RunningJobIsAskedAndTheRequestSurvivesADeath) {
+  const std::string job = Add("a");
+  ASSERT_TRUE(store_->Transition(job, v1::JOB_STATE_RUNNING, "").ok());
+  ASSERT_TRUE(store_->Pause(job).ok());
+  EXPECT_EQ(State(job), v1::JOB_STATE_RUNNING);
+  Reopen();
+  ASSERT_TRUE(store_->Transition(job, v1::JOB_STATE_RUNNING, "").ok());  // taken up again
+  EXPECT_EQ(store_->Get(job)->request, JobRequest::kPause);
+  ASSERT_TRUE(store_->Resume(job).ok());
+  EXPECT_EQ(store_->Get(job)->request, JobRequest::kNone);
+  ASSERT_TRUE(store_->Cancel(job).ok());
+  EXPECT_TRUE(absl::IsFailedPrecondition(store_->Pause(job)));
+  ASSERT_TRUE(store_->Transition(job, v1::JOB_STATE_CANCELLED, "").ok());
+  EXPECT_EQ(store_->Get(job)->request, JobRequest::kNone);
+}
+
+TEST_F(JobStoreTest, ListsPagesNewestFirst) {
+  std::vector<std::string> jobs;
+  for (int i = 0; i < 5; ++i) jobs.push_back(Add("a"));
+  const auto page = *store_->List(2, std::nullopt);
+  ASSERT_EQ(page.size(), 2u);
+  EXPECT_EQ(page[0].status.job(), jobs[4]);
+  const auto rest = *store_->List(10, page[1].ordinal);
+  ASSERT_EQ(rest.size(), 3u);
+  EXPECT_EQ(rest[2].status.job(), jobs[0]);
+}
+
+TEST(HistoryTest, IsCutBackReadAsItGrowsAndKeepsEveryBit) {
+  const std::string directory = FreshDirectory("history");
+  auto writer = *HistoryWriter::Open(directory, 0);
+  HistoryReader reader(directory);
+  EXPECT_EQ(reader.Next(), std::nullopt);
+  const double awkward = 0.1 + 0.2;
+  HistoryEvent event{.step = 1, .values = {{"loss", awkward}, {"bad", std::nan("")}}, .times = {{"step_time", 3}}};
+  ASSERT_TRUE(writer.Append(event).ok());
+  const std::uint64_t kept = writer.size_bytes();
+  event.step = 2;
+  ASSERT_TRUE(writer.Append(event).ok());
+  const auto read = reader.Next();
+  ASSERT_TRUE(read.has_value());
+  EXPECT_EQ(read->values, (NamedValues{{"loss", awkward}}));
+  EXPECT_EQ(read->times, (NamedValues{{"step_time", 3}}));
+  EXPECT_EQ(reader.Next()->step, 2u);
+  EXPECT_FALSE(reader.Next().has_value());
+
+  writer = *HistoryWriter::Open(directory, kept);
+  EXPECT_EQ(std::filesystem::file_size(directory + "/history.jsonl"), kept);
+  EXPECT_EQ(reader.Next()->step, 1u) << "after a cut the reader begins again";
+  EXPECT_TRUE(absl::IsDataLoss(HistoryWriter::Open(directory, kept + 1).status()));
+}
+
+TEST(HistoryTest, CompletionsComeBackAndEndWhereTheReaderStops) {
+  const std::string directory = FreshDirectory("completions");
+  auto writer = *HistoryWriter::Open(directory, 0);
+  std::vector<v1::CompletionRecord> records(3);
+  for (std::uint32_t i = 0; i < 3; ++i) {
+    records[i].set_member_index(i);
+    records[i].set_completion("line\n\"quoted\" \xf0\x9f\x98\x80");
+    records[i].set_reward(0.1 * i);
+  }
+  ASSERT_TRUE(writer.WriteCompletions(4, records).ok());
+  std::vector<std::uint32_t> members;
+  ASSERT_TRUE(ReadCompletions(directory, 4, [&](const v1::CompletionRecord& record) {
+                members.push_back(record.member_index());
+                EXPECT_EQ(record.completion(), records[0].completion());
+                EXPECT_EQ(record.reward(), 0.1 * record.member_index());
+                return members.size() < 2;
+              }).ok());
+  EXPECT_THAT(members, ElementsAre(0, 1));
+  EXPECT_TRUE(absl::IsNotFound(ReadCompletions(directory, 5, [](const auto&) { return true; })));
+}
+
+}  // namespace
+}  // namespace tandem
