@@ -265,10 +265,10 @@ absl::StatusOr<HeldPool> FindOrMakePool(const PoolMemberOptions& options, const 
   const absl::Time begin = absl::Now();
   const absl::Time deadline = begin + options.start_timeout;
   const char* const peer_name = RoleName(PeerOf(options.role));
-  Joiner joiner(options, run_dir, memory);
   absl::Status last;
   absl::Time logged = absl::InfinitePast();
   for (;;) {
+    Joiner joiner(options, run_dir, memory);  // with a channel of its own: a used one waits longer after each failure
     bool has_peer = false;
     std::optional<FileLock> membership;
     {
