@@ -15,7 +15,7 @@
 namespace tandem {
 namespace {
 
-constexpr int kSteps = 40;
+constexpr int kSteps = 150;
 constexpr int kSeed = 11;
 constexpr int kKills = 20;
 constexpr absl::Duration kAttachLimit = absl::Seconds(5);
@@ -74,7 +74,7 @@ void ExpectSurvives(const std::string& name, unsigned seed, Choose choose) {
   absl::Duration slowest;
   int kills = 0;
   for (; kills < kKills && IsUnfinished(pair.get(), job); ++kills) {
-    absl::SleepFor(absl::Milliseconds(std::uniform_int_distribution<int>(0, 600)(random)));
+    absl::SleepFor(absl::Milliseconds(std::uniform_int_distribution<int>(0, 300)(random)));
     const Half half = choose(random);
     pair->Kill(half);
     const absl::Time begin = absl::Now();
