@@ -159,7 +159,8 @@ int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const std::vecto
     TANDEM_LOG(kError, "daemon", "stopping after ", background.ToString());
   server->GetHealthCheckService()->SetServingStatus(false);
   stop();
-  server->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(3)));
+  // Streams have been ended by `stop`; idle channels of others would keep the server for the whole time.
+  server->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(1)));
   server->Wait();
   TANDEM_LOG(kInfo, "daemon", "stopped");
   return background.ok() ? 0 : 3;

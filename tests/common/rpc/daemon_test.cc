@@ -1,0 +1,160 @@
+// A daemon of no rooms, in a process of its own: this binary, started again with flags.
+#include "common/rpc/daemon.h"
+
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "common/rpc/channel.h"
+
+namespace tandem {
+namespace {
+
+int RunDaemon(int argc, char** argv) {
+  const DaemonConfig config =
+      Daemon::ParseFlags(argc, argv, "rollout_server", v1::ROLE_ROLLOUT, "127.0.0.1:0", "off", "127.0.0.1:1");
+  const auto metrics = Metrics::Create(config.metrics_address);
+  std::atomic<bool> is_stopped = false;
+  const absl::Time begin = absl::Now();
+  return Daemon::Serve(
+      config, metrics->get(), {}, [](int port) { std::printf("port %d\n", port), std::fflush(stdout); },
+      [&] {
+        const bool fails = config.pool.model_path == "fail" && absl::Now() - begin > absl::Milliseconds(100);
+        return fails ? absl::InternalError("engine gave up") : absl::OkStatus();
+      },
+      [&] {
+        is_stopped = true;
+        std::printf("stop\n");
+        std::fflush(stdout);
+      });
+}
+
+class DaemonProcess {
+ public:
+  explicit DaemonProcess(std::vector<std::string> flags) {
+    static int serial = 0;
+    folder_ = absl::StrCat("/tmp/tandem_daemon_test_", ::getpid(), "_", serial++);
+    flags.insert(flags.begin(), {"/proc/self/exe", "--data_dir=" + folder_ + "/data"});
+    std::vector<char*> argv;
+    for (std::string& flag : flags) argv.push_back(flag.data());
+    argv.push_back(nullptr);
+    int out[2];
+    EXPECT_EQ(::pipe(out), 0);
+    pid_ = ::fork();
+    if (pid_ == 0) {
+      ::dup2(out[1], STDOUT_FILENO);
+      ::dup2(out[1], STDERR_FILENO);
+      ::setenv("TANDEM_DAEMON_TEST", "1", 1);
+      ::execv(argv[0], argv.data());
+      ::_exit(127);
+    }
+    ::close(out[1]);
+    out_ = out[0];
+  }
+  ~DaemonProcess() {
+    if (pid_ > 0) {
+      ::kill(pid_, SIGKILL);
+      ::waitpid(pid_, nullptr, 0);
+    }
+    ::close(out_);
+    std::filesystem::remove_all(folder_);
+  }
+  // What it wrote, once it holds `part`, or has ended, or after 10 s.
+  std::string ReadUntil(const std::string& part) {
+    const absl::Time deadline = absl::Now() + absl::Seconds(10);
+    while (text_.find(part) == std::string::npos && absl::Now() < deadline) {
+      pollfd entry{.fd = out_, .events = POLLIN, .revents = 0};
+      if (::poll(&entry, 1, 100) <= 0) continue;
+      char buffer[4096];
+      const ssize_t size = ::read(out_, buffer, sizeof buffer);
+      if (size <= 0) break;
+      text_.append(buffer, static_cast<std::size_t>(size));
+    }
+    return text_;
+  }
+  int ExitCode() {
+    int status = -1;
+    ::waitpid(pid_, &status, 0);
+    pid_ = -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+  int Port() {
+    const std::string text = ReadUntil("port ");
+    return std::atoi(text.substr(text.find("port ") + 5).c_str());
+  }
+  void Signal(int signal) const { ::kill(pid_, signal); }
+  const std::string& folder() const { return folder_; }
+
+ private:
+  std::string folder_, text_;
+  pid_t pid_ = -1;
+  int out_ = -1;
+};
+
+TEST(Daemon, ServesUntilSignalThenStopsWithZero) {
+  for (const int signal : {SIGTERM, SIGINT}) {
+    DaemonProcess daemon({});
+    const int port = daemon.Port();
+    ASSERT_GT(port, 0);
+    EXPECT_NE(daemon.ReadUntil("listening").find(absl::StrCat("listening grpc=127.0.0.1:", port, " metrics=off")),
+              std::string::npos);
+    EXPECT_TRUE(std::filesystem::is_directory(daemon.folder() + "/data"));
+    const auto channel = MakeChannel(absl::StrCat("127.0.0.1:", port));
+    EXPECT_TRUE(channel->WaitForConnected(absl::ToChronoTime(absl::Now() + absl::Seconds(5))));
+    daemon.Signal(signal);
+    EXPECT_NE(daemon.ReadUntil("stopped").find("stop\n"), std::string::npos);
+    EXPECT_EQ(daemon.ExitCode(), 0);
+  }
+}
+
+TEST(Daemon, TakenAddressIsAnErrorNotAShare) {
+  DaemonProcess first({});
+  const int port = first.Port();
+  DaemonProcess second({absl::StrCat("--listen=127.0.0.1:", port)});
+  EXPECT_NE(second.ReadUntil("cannot listen").find("cannot listen at 127.0.0.1:"), std::string::npos);
+  EXPECT_EQ(second.ExitCode(), 2);
+}
+
+TEST(Daemon, BackgroundErrorEndsItWithThree) {
+  DaemonProcess daemon({"--model=fail"});
+  EXPECT_NE(daemon.ReadUntil("engine gave up").find("engine gave up"), std::string::npos);
+  EXPECT_EQ(daemon.ExitCode(), 3);
+}
+
+TEST(Daemon, BadFlagsEndItWithOneByName) {
+  for (const auto& [flag, part] : std::vector<std::pair<std::string, std::string>>{{"--pool_bytes=many", "--pool_bytes"},
+                                                                                   {"--log_level=loud", "loud"},
+                                                                                   {"--device=abacus", "abacus"},
+                                                                                   {"--no_such_flag=1", "no_such_flag"},
+                                                                                   {"word", "'word'"}}) {
+    DaemonProcess daemon({flag});
+    EXPECT_NE(daemon.ReadUntil(part).find(part), std::string::npos) << flag;
+    EXPECT_EQ(daemon.ExitCode(), 1) << flag;
+  }
+}
+
+TEST(Channel, StatusesCrossUnchanged) {
+  for (int code = 0; code <= 16; ++code) {
+    const absl::Status status(static_cast<absl::StatusCode>(code), code == 0 ? "" : "why");
+    EXPECT_EQ(FromGrpc(ToGrpc(status)), status);
+  }
+}
+
+}  // namespace
+}  // namespace tandem
+
+int main(int argc, char** argv) {
+  if (std::getenv("TANDEM_DAEMON_TEST") != nullptr) return tandem::RunDaemon(argc, argv);
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}
