@@ -68,6 +68,7 @@ template <typename Choose>
 void ExpectSurvives(const std::string& name, unsigned seed, Choose choose) {
   SCOPED_TRACE(absl::StrCat("seed ", seed));
   auto pair = StartPair(name);
+  std::filesystem::remove_all(ModelOf(name) + "_hidden");
   std::filesystem::rename(ModelOf(name), ModelOf(name) + "_hidden");
   const std::string job = SubmitTiny(pair.get());
   std::mt19937 random(seed);
