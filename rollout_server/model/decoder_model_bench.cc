@@ -2,8 +2,7 @@
 // file: speed does not depend on their values.
 #include <algorithm>
 #include <cstdio>
-#include <memory>
-#include <new>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -12,7 +11,7 @@
 #include "absl/flags/parse.h"
 #include "absl/time/clock.h"
 #include "common/base/random.h"
-#include "common/model/model_source.h"
+#include "common/torch/bench_model.h"
 #include "common/torch/parallel.h"
 #include "rollout_server/model/decoder_model.h"
 
@@ -25,35 +24,6 @@ ABSL_FLAG(bool, json, false, "one line of JSON instead of text");
 
 namespace tandem {
 namespace {
-
-using Bytes = std::unique_ptr<std::byte[], void (*)(std::byte*)>;
-
-Bytes AllocateAligned(std::uint64_t size) {
-  return {new (std::align_val_t(64)) std::byte[size](),
-          [](std::byte* bytes) { ::operator delete[](bytes, std::align_val_t(64)); }};
-}
-
-void FillRandom(std::span<std::byte> bytes) {
-  float* values = reinterpret_cast<float*>(bytes.data());
-  for (std::size_t i = 0; i < bytes.size() / sizeof(float); ++i) values[i] = static_cast<float>(0.1 * RandomUniform(1, i) - 0.05);
-}
-
-ModelConfig SmolLm2Shape() {
-  ModelConfig config;
-  config.family = "llama";
-  config.name = "random, shaped like SmolLM2-135M";
-  config.num_layers = 30;
-  config.hidden_size = 576;
-  config.intermediate_size = 1536;
-  config.num_heads = 9;
-  config.num_kv_heads = 3;
-  config.head_dim = 64;
-  config.vocab_size = 49152;
-  config.max_positions = 8192;
-  config.rope_theta = 100000;
-  config.is_embedding_tied = true;
-  return config;
-}
 
 StepBatch Prefill(const ModelConfig& config, int batch_size, int prompt, int block_tokens, int blocks_per_sequence) {
   StepBatch batch;
@@ -97,37 +67,24 @@ void Advance(std::span<const float> logits, int vocab_size, int block_tokens, St
 }
 
 absl::Status RunBench() {
-  ModelConfig config = SmolLm2Shape();
-  std::unique_ptr<ModelSource> source;
-  if (const std::string path = absl::GetFlag(FLAGS_model); !path.empty()) {
-    TANDEM_ASSIGN_OR_RETURN(source, ModelSource::Open(path));
-    config = source->description().config;
-  }
-  const WeightLayout layout = WeightLayout::Create(config, StorageFormat::kFp32);
-  const Bytes weights = AllocateAligned(layout.total_bytes);
-  if (source != nullptr) {
-    TANDEM_RETURN_IF_ERROR(source->LoadWeights(layout, {weights.get(), layout.total_bytes}, [](std::uint64_t) {}));
-  } else {
-    FillRandom({weights.get(), layout.total_bytes});
-  }
-
+  TANDEM_ASSIGN_OR_RETURN(const BenchModel bench, BenchModel::Open(absl::GetFlag(FLAGS_model)));
+  const ModelConfig& config = bench.config;
   constexpr int kBlockTokens = 16;
   const int batch_size = absl::GetFlag(FLAGS_batch), prompt = absl::GetFlag(FLAGS_prompt), tokens = absl::GetFlag(FLAGS_tokens);
   const int blocks_per_sequence = (prompt + tokens + kBlockTokens) / kBlockTokens, num_blocks = batch_size * blocks_per_sequence;
-  const std::uint64_t cache_bytes = static_cast<std::uint64_t>(num_blocks) * DecoderModel::BlockBytes(config, kBlockTokens);
-  const Bytes cache = AllocateAligned(cache_bytes);
-  TANDEM_ASSIGN_OR_RETURN(const auto model, DecoderModel::Create(config, layout, weights.get(), {cache.get(), cache_bytes},
+  const BenchBytes cache(static_cast<std::uint64_t>(num_blocks) * DecoderModel::BlockBytes(config, kBlockTokens));
+  TANDEM_ASSIGN_OR_RETURN(const auto model, DecoderModel::Create(config, bench.layout, bench.weights.span().data(), cache.span(),
                                                                  {.block_tokens = kBlockTokens, .num_blocks = num_blocks}));
   AdapterLayout adapter_layout;
-  Bytes slot = AllocateAligned(0);
+  std::optional<BenchBytes> slot;
   StepBatch batch = Prefill(config, batch_size, prompt, kBlockTokens, blocks_per_sequence);
   if (const int rank = absl::GetFlag(FLAGS_rank); rank > 0) {
     std::vector<LinearKind> targets;
     for (int kind = 0; kind < kNumLinearKinds; ++kind) targets.push_back(static_cast<LinearKind>(kind));
     adapter_layout = AdapterLayout::Create(config, rank, targets);
-    slot = AllocateAligned(adapter_layout.total_bytes);
-    FillRandom({slot.get(), adapter_layout.total_bytes});
-    batch.adapters.push_back({slot.get(), &adapter_layout, 2.f});
+    slot.emplace(adapter_layout.total_bytes);
+    slot->FillRandom();
+    batch.adapters.push_back({slot->span().data(), &adapter_layout, 2.f});
     batch.adapter_of.assign(batch.adapter_of.size(), 0);
   }
 
