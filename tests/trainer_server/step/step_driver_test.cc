@@ -104,7 +104,7 @@ TEST_F(StepDriverTest, NanRefusesTheStepAndLeavesEverything) {
     const std::vector<float> before = Everything();
     const auto report = Run(Groups(3));
     EXPECT_TRUE(absl::IsFailedPrecondition(report.status())) << report.status();
-    EXPECT_THAT(std::string(report.status().message()), HasSubstr("not finite"));
+    EXPECT_THAT(std::string(report.status().message()), HasSubstr("policy_logprobs is nan"));
     EXPECT_EQ(Everything(), before);
     EXPECT_EQ(state_.optimizer_steps, 0u);
     EXPECT_FALSE(pool_.holds_elastic());

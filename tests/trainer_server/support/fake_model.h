@@ -1,6 +1,9 @@
 // Stand-ins for what the trainer's rooms are given: a tokenizer of bytes, a policy of one weight a token, a pool without a peer.
 #pragma once
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -22,8 +25,17 @@ namespace tandem {
 
 inline constexpr TokenId kEndToken = 256;
 
+// A directory of this process's own, gone when it ends.
 inline std::string FreshDirectory(const std::string& name) {
-  const std::string path = ::testing::TempDir() + "/trainer_" + name;
+  struct Cleaner {
+    ~Cleaner() {
+      std::error_code ignored;
+      std::filesystem::remove_all(root, ignored);
+    }
+    const std::string root = absl::StrCat(::testing::TempDir(), "/trainer_test_", ::getpid());
+  };
+  static const Cleaner cleaner;
+  const std::string path = cleaner.root + "/" + name;
   std::filesystem::remove_all(path);
   std::filesystem::create_directories(path);
   return path;
@@ -58,6 +70,9 @@ class ByteTokenizer final : public Tokenizer {
     std::vector<TokenId> ids;
     for (const char c : text) ids.push_back(static_cast<unsigned char>(c));
     return ids;
+  }
+  std::vector<TokenId> EncodeMarked(std::string_view text, std::span<const TextRange>) const override {
+    return Encode(text, ControlTokens::kLiteral);
   }
   std::string Decode(std::span<const TokenId> ids, bool) const override {
     std::string text;

@@ -147,7 +147,7 @@ class FakeRollout final : public v1::RolloutService::Service {
     std::uint32_t drawn = 0;
     bool has_ended = false;
     while (drawn < group.sampling().max_tokens() && !has_ended) {
-      has_ended = RandomUniform(seed, drawn) < Sigmoid(static_cast<double>(weights[kEndToken % count]));
+      has_ended = RandomUniform(seed, drawn) < Sigmoid(static_cast<double>(weights[kEndToken % count]) - 2);
       const std::uint32_t id = has_ended ? kEndToken : static_cast<std::uint32_t>('0' + RandomBelow(seed, 1000 + drawn, 10));
       v1::TokenPiece* piece = response.mutable_tokens();
       piece->add_ids(id);
