@@ -208,23 +208,17 @@ void TemplatePromptEncoder::FindMarks() {
 // apart),
 //  1. a guard, a noncharacter that no message has, is put inside each control token's text in the messages; whatever part such a
 //     text ends up in, its two halves lie in two ranges; the guard is taken out again with the ranges already cut;
-//  2. the same messages are rendered with guards instead of those characters: the control tokens must be the same ones. If not,
-//  the
-//     template has built one out of content, and the messages are refused.
+//  2. the same messages are rendered with guards instead of those characters: the control tokens must be the same ones. If they
+//     are not, the template has built one out of content, and the messages are refused.
 std::string TemplatePromptEncoder::Guarded(std::string_view text, const std::string& guard) const {
-  std::string guarded;
   if (guard.empty()) return std::string(text);
+  std::string guarded;
   while (!text.empty()) {
-    for (const std::string_view control : control_texts_) {
-      if (!text.starts_with(control)) continue;
-      const std::size_t first = FirstUtf8Piece(text).size;
-      guarded.append(text.substr(0, first)).append(guard);
-      text.remove_prefix(first);
-      break;
-    }
-    if (text.empty()) break;
-    guarded.push_back(text.front());
-    text.remove_prefix(1);
+    const bool is_control = std::any_of(control_texts_.begin(), control_texts_.end(),
+                                        [text](std::string_view control) { return text.starts_with(control); });
+    const std::string_view character = text.substr(0, FirstUtf8Piece(text).size);
+    guarded.append(character).append(is_control ? guard : std::string());
+    text.remove_prefix(character.size());
   }
   return guarded;
 }

@@ -148,8 +148,10 @@ TEST(ProgressTest, LineShowsStepRewardFunctionsLengthAndTimeLeft) {
   v1::StepMetrics metrics;
   metrics.set_step(4);
   metrics.set_seconds_left(65);
-  for (const auto& [name, value] : std::map<std::string, double>{
-           {"reward", 0.5}, {"rewards/correct/mean", 0.25}, {"completions/mean_length", 11.5}, {"rollout_tokens_per_second", 412}}) {
+  for (const auto& [name, value] : std::map<std::string, double>{{"reward", 0.5},
+                                                                 {"rewards/correct/mean", 0.25},
+                                                                 {"completions/mean_length", 11.5},
+                                                                 {"rollout_tokens_per_second", 412}}) {
     auto* entry = metrics.add_values();
     entry->set_name(name);
     entry->set_value(value);

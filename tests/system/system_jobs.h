@@ -21,7 +21,8 @@ inline std::string TinyJob(int num_steps, int seed, int checkpoint_interval = 1)
     loss { preset: LOSS_PRESET_DR_GRPO }
     adapter { rank: 4 alpha: 8 }
     optimizer { learning_rate: 2e-2 }
-    checkpoint { interval_steps: )", checkpoint_interval, " }");
+    checkpoint { interval_steps: )",
+                      checkpoint_interval, " }");
 }
 
 }  // namespace tandem

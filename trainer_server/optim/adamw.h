@@ -13,11 +13,11 @@ struct AdamWOptions {
   double beta2 = 0.99;
   double epsilon = 1e-8;
   double weight_decay = 0;
-  double max_grad_norm = 1;          // 0: off
+  double max_grad_norm = 1;  // 0: off
 };
 
 struct AdamWReport {
-  double grad_norm = 0;              // before clipping
+  double grad_norm = 0;  // before clipping
   bool is_clipped = false;
 };
 

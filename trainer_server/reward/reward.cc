@@ -40,9 +40,9 @@ std::string FunctionName(const v1::RewardConfig& config) {
 
 std::string KnownFunctions() {
   const auto* oneof = v1::RewardConfig::descriptor()->FindOneofByName("function");
-  std::vector<std::string> names;
-  for (int i = 0; i < oneof->field_count(); ++i) names.push_back(oneof->field(i)->name());
-  return absl::StrJoin(names, ", ");
+  std::string names;
+  for (int i = 0; i < oneof->field_count(); ++i) absl::StrAppend(&names, i == 0 ? "" : ", ", oneof->field(i)->name());
+  return names;
 }
 
 bool IsLogName(const std::string& name) {
