@@ -30,9 +30,10 @@ packages=(
 )
 if [ $checks = yes ]; then packages+=(clang-14 clang-tidy-14 clang-format-14); fi
 
+installed=$(dpkg-query -W -f '${db:Status-Status} ${Package}\n' "${packages[@]}" 2>/dev/null || true)
 missing=()
 for package in "${packages[@]}"; do
-  if [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" != installed ]; then missing+=("$package"); fi
+  case $'\n'$installed$'\n' in *$'\n'"installed $package"$'\n'*) ;; *) missing+=("$package") ;; esac
 done
 if [ ${#missing[@]} -gt 0 ]; then
   as_root=()
