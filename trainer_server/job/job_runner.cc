@@ -98,11 +98,9 @@ void JobRunner::Changed(const std::string& running_job, const std::string& phase
 }
 
 std::vector<v1::OwnedBytes> JobRunner::Ledger() const {
-  const std::uint64_t standing_bytes = environment_.member->region(v1::REGION_KIND_TRAINER_STANDING).size();
   std::vector<v1::OwnedBytes> ledger;
   for (v1::OwnedBytes& entry : environment_.member->RegionLedger()) {
-    const bool is_standing = entry.owner() == "trainer_standing";
-    if (!is_standing) ledger.push_back(std::move(entry));
+    if (entry.owner() != "trainer_standing") ledger.push_back(std::move(entry));
   }
   for (v1::OwnedBytes& entry : environment_.standing->Ledger()) ledger.push_back(std::move(entry));
   return ledger;
