@@ -36,8 +36,10 @@ if(TANDEM_CUDA)
   target_link_libraries(tandem_torch_sdk INTERFACE CUDA::cudart)
 endif()
 target_link_options(tandem_torch_sdk INTERFACE -Wl,--allow-shlib-undefined)
+# libstdc++ first: libtorch.so exports parts of another libstdc++ (std::filesystem::remove_all jumps to address 0 there), and the
+# loader takes the first library that has a symbol.
 # libtorch_cuda registers itself by static initialisers: keep it though no symbol of it may be named.
-target_link_libraries(tandem_torch_sdk INTERFACE -Wl,--no-as-needed ${torch_libs} -Wl,--as-needed Threads::Threads)
+target_link_libraries(tandem_torch_sdk INTERFACE -Wl,--no-as-needed -lstdc++ ${torch_libs} -Wl,--as-needed Threads::Threads)
 set(CMAKE_BUILD_RPATH ${torch_root}/lib)    # torch's own RPATH finds ../../nvidia/*/lib from there
 
 # Chat templates: llama.cpp's Jinja engine (MIT), compiled where fetch_deps.py laid it out. C++17 code of others: none of our warnings.
