@@ -295,7 +295,7 @@ Matrix<const T> PolicyNetwork<T>::Dropped(const Pass& pass, const Linear& linear
 template <typename T>
 void PolicyNetwork<T>::MultiplyByDropoutMask(const LoraDropout& dropout, const Linear& linear, LinearKind kind, Matrix<T> x) {
   const std::uint64_t seed =
-      DeriveSeed(dropout.stream, static_cast<std::uint64_t>(linear.layer * kNumLinearKinds + static_cast<int>(kind)));
+      DeriveSeed(dropout.stream, static_cast<std::uint64_t>(linear.layer) * kNumLinearKinds + static_cast<std::uint64_t>(kind));
   const T keep = static_cast<T>(1 / (1 - dropout.probability));
   ParallelFor(x.rows, kRowGrain, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = begin; row < end; ++row) {

@@ -455,7 +455,7 @@ void CheckFiniteDifferences(const LoraDropout& dropout, bool with_entropy) {
   for (const AdapterPlace& place : start.layout.places) {
     for (const auto& [begin, size] : {std::pair{place.a_begin_bytes / 4, 2 * place.shape.inputs},
                                       std::pair{place.b_begin_bytes / 4, 2 * place.shape.outputs}}) {
-      for (int i = place.layer; i < size; i += 37) {
+      for (int i = place.layer; i < size; i += 101) {
         const std::size_t at = begin + static_cast<std::size_t>(i);
         const double h = 1e-5, kept = policy.adapter[at];
         policy.adapter[at] = kept + h;
@@ -469,7 +469,7 @@ void CheckFiniteDifferences(const LoraDropout& dropout, bool with_entropy) {
       }
     }
   }
-  EXPECT_GT(checked, 100);
+  EXPECT_GT(checked, 50);
 }
 
 TEST(PolicyInDouble, GradientsEqualFiniteDifferences) { CheckFiniteDifferences({}, false); }
