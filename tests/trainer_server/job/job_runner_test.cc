@@ -44,7 +44,7 @@ class Trainer {
         metrics_(*Metrics::Create("")),
         peer_({.address = rollout->address(),
                .is_attached = [this] { return is_attached_.load(); },
-               .patience = absl::Seconds(20)}) {
+               .patience = absl::Minutes(2)}) {
     LoopEnvironment environment;
     environment.model = SmallModel();
     environment.tokenizer = std::make_shared<ByteTokenizer>();
@@ -83,6 +83,7 @@ class Trainer {
 
   absl::StatusOr<std::string> Submit(const std::string& text) {
     grpc::ClientContext upload_context, context;
+    upload_context.set_wait_for_ready(true);
     v1::UploadResponse uploaded;
     auto writer = stub_->Upload(&upload_context, &uploaded);
     v1::UploadRequest piece;
@@ -101,7 +102,7 @@ class Trainer {
   }
   v1::JobStatus Status(const std::string& job) { return *runner_->StatusOf(job); }
   v1::JobStatus WaitFor(const std::string& job, const std::function<bool(const v1::JobStatus&)>& is_reached) {
-    const absl::Time deadline = absl::Now() + absl::Seconds(60);
+    const absl::Time deadline = absl::Now() + absl::Minutes(5);
     v1::JobStatus status = Status(job);
     for (std::uint64_t seen = 0; !is_reached(status) && absl::Now() < deadline; status = Status(job)) {
       seen = runner_->WaitForChange(seen, absl::Milliseconds(10));
@@ -168,7 +169,7 @@ class JobRunnerTest : public ::testing::Test {
   }
   std::vector<v1::WatchResponse> Watch(Trainer* trainer, const std::string& job, std::uint32_t from_step) {
     grpc::ClientContext context;
-    context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(60)));
+    context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Minutes(5)));
     v1::WatchRequest request;
     request.set_job(job);
     request.set_from_step(from_step);
