@@ -39,7 +39,10 @@ absl::Status CheckSpec(const TokenizerSpec& spec) {
 class AddedTokenFinder {
  public:
   // `text`: what to look for, the token's own text or its normal form.
-  void Add(std::string text, const AddedToken* token) { by_first_byte_[FirstByte(text)].push_back({std::move(text), token}); }
+  void Add(std::string text, const AddedToken* token) {
+    auto& candidates = by_first_byte_[FirstByte(text)];
+    candidates.push_back({std::move(text), token});
+  }
   void Finish() {
     for (auto& tokens : by_first_byte_) {
       std::stable_sort(tokens.begin(), tokens.end(),
