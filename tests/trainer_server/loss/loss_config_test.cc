@@ -101,8 +101,8 @@ TEST(LossConfigTest, EveryPresetEqualsTheRecipeOfItsGoldenCase) {
     config.set_preset(preset);
     Recipe recipe = Convert(config);
     EXPECT_THAT(recipe.faults, IsEmpty()) << golden_name;
-    const auto golden =
-        std::ranges::find_if(GoldenCases(), [&](const GoldenCase& c) { return c.name == std::string(golden_name); });
+    const auto golden = std::ranges::find_if(
+        GoldenCases(), [golden = std::string(golden_name)](const GoldenCase& c) { return c.name == golden; });
     ASSERT_NE(golden, GoldenCases().end());
     Recipe expected{golden->step.loss, golden->step.advantage, {}};
     // What the project adds to every preset.
