@@ -30,6 +30,11 @@ if(TANDEM_USE_MOLD AND TANDEM_MOLD)
   add_link_options(-fuse-ld=mold)
 endif()
 
+# LibTorch brings gcc's OpenMP library, and a second one must not join it: for clang, OpenMP loops of our own are plain loops.
+if(CMAKE_CXX_COMPILER_ID STREQUAL Clang)
+  add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fopenmp=libgomp>)
+endif()
+
 # The project's own targets link this; third-party code does not.
 add_library(tandem_warnings INTERFACE)
 target_compile_options(tandem_warnings INTERFACE
