@@ -88,7 +88,7 @@ class RolloutServiceTest : public ::testing::Test {
   };
   Call Open() {
     Call call;
-    call.context->set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+    call.context->set_deadline(std::chrono::system_clock::now() + std::chrono::minutes(1));
     call.stream = stub_->Generate(call.context.get());
     return call;
   }
@@ -110,6 +110,15 @@ class RolloutServiceTest : public ::testing::Test {
     piece.mutable_run();
     call.stream->Write(piece);
     return call;
+  }
+  // Whether `num_sequences` have been cancelled, now or within a minute.
+  bool AwaitAborted(int num_sequences) const {
+    const std::string line = absl::StrCat("tandem_request_success_total{finished_reason=\"abort\"} ", num_sequences, "\n");
+    for (int tries = 0; tries < 6000; ++tries) {
+      if (metrics_->Text().find(line) != std::string::npos) return true;
+      absl::SleepFor(absl::Milliseconds(10));
+    }
+    return false;
   }
   static absl::Status Finish(Call* call) { return FromGrpc(call->stream->Finish()); }
 
@@ -204,10 +213,7 @@ TEST_F(RolloutServiceTest, CancellingTheStreamCancelsTheBatch) {
   call.context->TryCancel();
   EXPECT_EQ(Finish(&call).code(), absl::StatusCode::kCancelled);
   gate_.Open();
-  const std::string all_ended = "tandem_request_success_total{finished_reason=\"abort\"} 4";
-  const auto has_ended = [&] { return metrics_->Text().find(all_ended) != std::string::npos; };
-  for (int tries = 0; !has_ended() && tries < 2000; ++tries) absl::SleepFor(absl::Milliseconds(10));
-  EXPECT_TRUE(has_ended()) << metrics_->Text();
+  EXPECT_TRUE(AwaitAborted(4));
 }
 
 TEST_F(RolloutServiceTest, AFullQueueAnswersResourceExhausted) {
@@ -241,20 +247,21 @@ TEST_F(RolloutServiceTest, MoreStreamsThanAllowedAreRefused) {
 }
 
 TEST_F(RolloutServiceTest, ASlowReaderNeverStopsTheOthersAndIsLetGo) {
-  Start([](RolloutServiceOptions* options) { options->max_buffered_tokens = 3000; });
+  Start([](RolloutServiceOptions* options) { options->max_buffered_tokens = 3000; }, /*is_gated=*/true);
   // Windows of a fixed size, so that 10 x 4000 tokens are more than they and the buffer hold. Nothing is read for now.
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
   arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 16 * 1024);
   stub_ = v1::RolloutService::NewStub(grpc::CreateCustomChannel(address_, grpc::InsecureChannelCredentials(), arguments));
   Call slow = Send("hello", 10, 4000);
+  ASSERT_TRUE(gate_.AwaitEntry(1));
+  gate_.Open();
   stub_ = v1::RolloutService::NewStub(MakeChannel(address_));
   Call quick = Send("other", 1, 50);
   v1::GenerateResponse message;
   while (quick.stream->Read(&message)) {}
   EXPECT_TRUE(Finish(&quick).ok());
-  for (int tries = 0; engine_->status().running_sequences > 0 && tries < 20000; ++tries) absl::SleepFor(absl::Milliseconds(1));
-  EXPECT_EQ(engine_->status().running_sequences, 0);
+  EXPECT_TRUE(AwaitAborted(10));
   std::size_t num_tokens = 0;
   while (slow.stream->Read(&message)) num_tokens += message.tokens().ids_size();
   const absl::Status status = Finish(&slow);

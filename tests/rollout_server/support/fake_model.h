@@ -49,10 +49,10 @@ class Gate {
     while (permits_ == 0) changed_.WaitFor(&mutex_, absl::Seconds(1));
     if (permits_ != std::numeric_limits<int>::max()) --permits_;
   }
-  // Test: returns once the n-th run (from 1) stands at the gate or is past it; false after 20 s.
+  // Test: returns once the n-th run (from 1) stands at the gate or is past it; false after a minute.
   bool AwaitEntry(int n) {
     MutexLock lock(&mutex_);
-    for (int tries = 0; num_entered_ < n && tries < 200; ++tries) changed_.WaitFor(&mutex_, absl::Milliseconds(100));
+    for (int tries = 0; num_entered_ < n && tries < 600; ++tries) changed_.WaitFor(&mutex_, absl::Milliseconds(100));
     return num_entered_ >= n;
   }
   int num_entered() const {
