@@ -390,7 +390,8 @@ TEST(TokenizerTest, SpecFaultsAreNamed) {
 }
 
 TEST(TokenizerTest, SpecSurvivesThePool) {
-  for (const Json& variant : Golden("tokenizers/variants.json")["variants"]) {
+  const Json golden = Golden("tokenizers/variants.json");
+  for (const Json& variant : golden["variants"]) {
     TokenizerSpec spec = VariantSpec(variant["name"].get<std::string>());
     spec.prefix_ids = {3, 1};
     spec.bos_text = "<|start|>";
