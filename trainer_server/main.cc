@@ -45,7 +45,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<ContentStore> content,
                           ContentStore::Open(config.data_dir + "/content", content_limit));
   const std::span<std::byte> standing_region = pool->region(v1::REGION_KIND_TRAINER_STANDING);
-  const std::unique_ptr<StandingAllocator> standing = StandingAllocator::Create(standing_region, v1::ROLE_TRAINER);
+  const std::unique_ptr<StandingAllocator> standing = StandingAllocator::Create(standing_region, v1::ROLE_TRAINER, Device::kCpu);
   RolloutPeer peer({.address = config.pool.peer_address,
                     .is_attached = [&pool] { return pool->is_peer_attached(); },
                     .patience = absl::Minutes(absl::GetFlag(FLAGS_peer_patience_minutes))});

@@ -1,7 +1,5 @@
 #include "common/sharing/standing_allocator.h"
 
-#include <cstring>
-
 #include "common/base/check.h"
 #include "common/base/mutex.h"
 #include "common/memory/elastic_arena.h"
@@ -12,9 +10,10 @@ namespace {
 
 class ArenaStandingAllocator final : public StandingAllocator {
  public:
-  ArenaStandingAllocator(std::span<std::byte> region, v1::Role role)
+  ArenaStandingAllocator(std::span<std::byte> region, v1::Role role, Device device)
       : region_(region),
         role_(role),
+        device_(device),
         arena_(absl::StrCat("standing region of ", RoleName(role)), 0,
                region.size() / ElasticArena::kAlignmentBytes * ElasticArena::kAlignmentBytes) {}
 
@@ -25,7 +24,10 @@ class ArenaStandingAllocator final : public StandingAllocator {
       TANDEM_ASSIGN_OR_RETURN(offset, arena_.Allocate(size_bytes, owner));
     }
     const std::span<std::byte> piece = region_.subspan(offset, size_bytes);
-    if (!piece.empty()) std::memset(piece.data(), 0, piece.size());
+    if (const absl::Status zeroed = ZeroMemory(device_, piece.data(), piece.size()); !zeroed.ok()) {
+      Free(piece);
+      return Annotate(zeroed, absl::StrCat(owner, ": clearing ", size_bytes, " bytes of the standing region"));
+    }
     return piece;
   }
 
@@ -53,14 +55,15 @@ class ArenaStandingAllocator final : public StandingAllocator {
  private:
   const std::span<std::byte> region_;
   const v1::Role role_;
+  const Device device_;
   mutable Mutex mutex_;
   ElasticArena arena_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace
 
-std::unique_ptr<StandingAllocator> StandingAllocator::Create(std::span<std::byte> region, v1::Role role) {
-  return std::make_unique<ArenaStandingAllocator>(region, role);
+std::unique_ptr<StandingAllocator> StandingAllocator::Create(std::span<std::byte> region, v1::Role role, Device device) {
+  return std::make_unique<ArenaStandingAllocator>(region, role, device);
 }
 
 }  // namespace tandem

@@ -19,7 +19,7 @@ std::map<std::string, std::uint64_t> LedgerOf(const StandingAllocator& allocator
 TEST(StandingAllocator, PiecesAreZeroedAlignedAndOwned) {
   alignas(256) static std::byte region[8192];
   std::fill(std::begin(region), std::end(region), std::byte{0xff});
-  const auto allocator = StandingAllocator::Create(region, v1::ROLE_TRAINER);
+  const auto allocator = StandingAllocator::Create(region, v1::ROLE_TRAINER, Device::kCpu);
   const auto slot = allocator->Allocate(1000, "adapter_slots");
   const auto moments = allocator->Allocate(2000, "optimizer");
   ASSERT_TRUE(slot.ok() && moments.ok());
@@ -39,7 +39,7 @@ TEST(StandingAllocator, PiecesAreZeroedAlignedAndOwned) {
 
 TEST(StandingAllocator, NamesTheRegionWhenFull) {
   alignas(256) static std::byte region[4096 + 100];
-  const auto allocator = StandingAllocator::Create(region, v1::ROLE_ROLLOUT);
+  const auto allocator = StandingAllocator::Create(region, v1::ROLE_ROLLOUT, Device::kCpu);
   const auto refused = allocator->Allocate(5000, "graph_buffers");
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted);
   for (const char* part : {"rollout_server", "graph_buffers", "5000", "4.0 KiB"})
