@@ -8,6 +8,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -205,6 +207,18 @@ absl::StatusOr<v1::JobStatus> DaemonPair::WaitForEnd(const std::string& job, abs
   }
   return absl::DeadlineExceededError(absl::StrCat("job ", job, " has not ended after ", absl::FormatDuration(timeout), ": ",
                                                   last.ok() ? last->ShortDebugString() : last.status().ToString()));
+}
+
+absl::StatusOr<std::string> DaemonPair::Client(const std::string& words) {
+  const std::string command = absl::StrCat(TANDEM_BIN_DIR, "/tandem --json --trainer=", address(Half::kTrainer),
+                                           " --rollout=", address(Half::kRollout), " ", words, " 2>&1");
+  FILE* const pipe = ::popen(command.c_str(), "r");
+  if (pipe == nullptr) return absl::UnknownError(absl::StrCat("cannot run ", command));
+  std::string output;
+  std::array<char, 4096> piece;
+  for (std::size_t size = 0; (size = std::fread(piece.data(), 1, piece.size(), pipe)) > 0;) output.append(piece.data(), size);
+  if (const int status = ::pclose(pipe); status != 0) return absl::UnknownError(absl::StrCat(command, ": ", output));
+  return output;
 }
 
 std::string DaemonPair::Trajectory(const std::string& job) {

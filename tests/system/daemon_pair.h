@@ -50,6 +50,9 @@ class DaemonPair {
   // Waits until the job ends. Errors: DEADLINE_EXCEEDED with the last status.
   absl::StatusOr<v1::JobStatus> WaitForEnd(const std::string& job, absl::Duration timeout);
   absl::StatusOr<v1::JobStatus> GetJob(const std::string& job);
+  // The `tandem` command with --json against this pair; `words` go through the shell. What it printed. Errors: UNKNOWN with what
+  // it printed and said.
+  absl::StatusOr<std::string> Client(const std::string& words);
   // What a step computed, times left out: one line a step, comparable bit for bit between runs.
   std::string Trajectory(const std::string& job);
 

@@ -203,6 +203,51 @@ TEST(PairTest, PausedJobResumesToTheUndisturbedTrajectory) {
   EXPECT_EQ(trajectories[0], trajectories[1]);
 }
 
+// Trained, exported, given to another job by the command: it starts where the first ended, and that is its reference.
+TEST(PairTest, JobStartsFromAnExportedAdapterWhichIsThenTheReference) {
+  auto pair = StartPair("start_adapter");
+  const std::string directory = pair->directory() + "/client";
+  std::filesystem::create_directories(directory);
+  std::ofstream(directory + "/rows.jsonl") << TinyRows(16);
+  const auto run = [&](const std::string& name, const std::string& fields) {
+    std::ofstream(absl::StrCat(directory, "/", name, ".textproto"))
+        << "name: \"" << name << "\" seed: 1 num_steps: 6 data { path: \"rows.jsonl\" } evaluation { path: \"rows.jsonl\" }"
+        << R"(rollout { prompts_per_step: 4 group_size: 8 sampling { temperature: 1 max_tokens: 12 } }
+              rewards { name: "ended" weight: 1 ended_by_itself {} } optimizer { learning_rate: 2e-2 })"
+        << fields;
+    const auto submitted = pair->Client(absl::StrCat("submit ", directory, "/", name, ".textproto"));
+    EXPECT_TRUE(submitted.ok()) << submitted.status();
+    const std::string job = nlohmann::json::parse(*submitted)["job"];
+    const auto end = pair->WaitForEnd(job, absl::Seconds(120));
+    EXPECT_TRUE(end.ok() && end->state() == v1::JOB_STATE_SUCCEEDED) << end.status() << end->error();
+    return job;
+  };
+  const auto lines = [&](const std::string& job) {
+    std::ifstream file(absl::StrCat(pair->data_dir(Half::kTrainer), "/jobs/", job, "/history.jsonl"));
+    std::vector<nlohmann::json> rows;
+    for (std::string line; std::getline(file, line);) rows.push_back(nlohmann::json::parse(line));
+    return rows;
+  };
+  const std::string first = run("first", "adapter { rank: 4 alpha: 8 } loss { preset: LOSS_PRESET_DR_GRPO }");
+  const auto exported = pair->Client(absl::StrCat("export ", first, " ", directory, "/adapter"));
+  ASSERT_TRUE(exported.ok()) << exported.status();
+  const std::string second =
+      run("second", "adapter { rank: 4 alpha: 8 start_path: \"adapter\" } loss { preset: LOSS_PRESET_DR_GRPO beta: 0.05 }");
+
+  const auto before = lines(first), after = lines(second);
+  ASSERT_FALSE(before.empty());
+  ASSERT_FALSE(after.empty());
+  // The same adapter, prompts and seeds: the same reward on the held-out set.
+  EXPECT_EQ(after.front().at("reward"), before.back().at("reward")) << after.front() << before.back();
+  std::vector<double> kl;
+  for (const auto& row : after) {
+    if (row.contains("kl")) kl.push_back(row["kl"]);
+  }
+  ASSERT_EQ(kl.size(), 6u);
+  EXPECT_NEAR(kl.front(), 0, 1e-6) << "before its first update the policy is its reference";
+  EXPECT_GT(kl.back(), 1e-5);
+}
+
 // CASES C46: a daemon refuses a broken model by name and ends with its own exit code.
 TEST(PairTest, MalformedModelIsRefusedByNameAtStart) {
   DaemonPairOptions options;
