@@ -1,16 +1,92 @@
 #include "kernels/rms_norm/rms_norm.h"
 
+#include <cmath>
+#include <limits>
+
+#include "kernels/base/elements.h"
+#include "kernels/cuda_launchers.h"
+
 namespace tandem {
+namespace {
+
+absl::Status CheckShape(const char* kernel, DType dtype, std::int64_t num_rows, std::int64_t width) {
+  constexpr std::int64_t kRowLimit = std::numeric_limits<std::int32_t>::max(), kWidthLimit = 65536;
+  if (width < 1 || width > kWidthLimit || num_rows < 0 || num_rows > kRowLimit) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(kernel, ": [", num_rows, ", ", width, "]; rows are 0 to ", kRowLimit, ", width is 1 to ", kWidthLimit));
+  }
+  return CheckComputeType(kernel, dtype);
+}
+
+template <typename T>
+double InverseRms(const T* x, std::int64_t width, float epsilon) {
+  double sum = 0;
+  for (std::int64_t i = 0; i < width; ++i) sum += static_cast<double>(ToFloat(x[i])) * static_cast<double>(ToFloat(x[i]));
+  return 1 / std::sqrt(sum / static_cast<double>(width) + static_cast<double>(epsilon));
+}
+
+template <typename T>
+void RmsNormReference(const RmsNormParams& params) {
+  const auto* weight = static_cast<const T*>(params.weight);
+  for (std::int64_t row = 0; row < params.num_rows; ++row) {
+    const std::int64_t source = (params.rows != nullptr ? params.rows[row] : row) * params.width;
+    const T* x = static_cast<const T*>(params.input) + source;
+    if (params.residual != nullptr) {
+      const T* residual = static_cast<const T*>(params.residual) + source;
+      T* sum = static_cast<T*>(params.sum) + source;
+      for (std::int64_t i = 0; i < params.width; ++i) sum[i] = FromFloat<T>(ToFloat(x[i]) + ToFloat(residual[i]));
+      x = sum;
+    }
+    T* y = static_cast<T*>(params.output) + row * params.width;
+    const double scale = InverseRms(x, params.width, params.epsilon);
+    for (std::int64_t i = 0; i < params.width; ++i) {
+      y[i] =
+          FromFloat<T>(static_cast<float>(static_cast<double>(ToFloat(x[i])) * scale * static_cast<double>(ToFloat(weight[i]))));
+    }
+  }
+}
+
+template <typename T>
+void RmsNormBackwardReference(const RmsNormBackwardParams& params) {
+  const auto* weight = static_cast<const T*>(params.weight);
+  for (std::int64_t row = 0; row < params.num_rows; ++row) {
+    const std::int64_t source = (params.rows != nullptr ? params.rows[row] : row) * params.width;
+    const T* x = static_cast<const T*>(params.input) + source;
+    const T* grad_output = static_cast<const T*>(params.grad_output) + row * params.width;
+    T* grad_input = static_cast<T*>(params.grad_input) + source;
+    double dot = 0;
+    for (std::int64_t i = 0; i < params.width; ++i) {
+      dot += static_cast<double>(ToFloat(weight[i])) * static_cast<double>(ToFloat(grad_output[i])) *
+             static_cast<double>(ToFloat(x[i]));
+    }
+    const double scale = InverseRms(x, params.width, params.epsilon);
+    const double pull = scale * scale * scale / static_cast<double>(params.width) * dot;
+    for (std::int64_t i = 0; i < params.width; ++i) {
+      const double gradient = static_cast<double>(ToFloat(weight[i])) * static_cast<double>(ToFloat(grad_output[i])) * scale -
+                              static_cast<double>(ToFloat(x[i])) * pull;
+      grad_input[i] = FromFloat<T>(static_cast<float>(static_cast<double>(ToFloat(grad_input[i])) + gradient));
+    }
+  }
+}
+
+}  // namespace
 
 absl::Status RmsNorm(const RmsNormParams& params, Device device, void* stream) {
-  constexpr std::int64_t kWidthLimit = 65536;
-  if (params.width < 1 || params.width > kWidthLimit || params.num_rows < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("rms_norm: [", params.num_rows, ", ", params.width, "]; width is 1 to ", kWidthLimit));
+  TANDEM_RETURN_IF_ERROR(CheckShape("rms_norm", params.dtype, params.num_rows, params.width));
+  if (params.residual != nullptr && (params.sum == nullptr || params.rows != nullptr)) {
+    return absl::InvalidArgumentError("rms_norm: a residual needs a place for the sum and all rows in order");
   }
   if (params.num_rows == 0) return absl::OkStatus();
   if (device == Device::kCuda) return internal::RmsNormCuda(params, stream);
-  RmsNormReference(params);
+  VisitElementType(params.dtype, [&]<typename T>(T) { RmsNormReference<T>(params); });
+  return absl::OkStatus();
+}
+
+absl::Status RmsNormBackward(const RmsNormBackwardParams& params, Device device, void* stream) {
+  TANDEM_RETURN_IF_ERROR(CheckShape("rms_norm_backward", params.dtype, params.num_rows, params.width));
+  if (params.num_rows == 0) return absl::OkStatus();
+  if (device == Device::kCuda) return internal::RmsNormBackwardCuda(params, stream);
+  VisitElementType(params.dtype, [&]<typename T>(T) { RmsNormBackwardReference<T>(params); });
   return absl::OkStatus();
 }
 

@@ -1,67 +1,131 @@
-#include <cuda_runtime_api.h>
-#include <gtest/gtest.h>
-
-#include <bit>
 #include <cmath>
-#include <cstring>
-#include <vector>
+#include <limits>
+#include <tuple>
 
-#include "common/base/random.h"
 #include "kernels/rms_norm/rms_norm.h"
+#include "tests/kernels/device_array.h"
 
 namespace tandem {
 namespace {
 
-std::uint16_t ToBf16(float value) {
-  const auto bits = std::bit_cast<std::uint32_t>(value);
-  return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+constexpr float kEpsilon = 1e-5f;
+
+struct Shape {
+  std::int64_t num_rows;
+  std::int64_t width;
+  std::size_t offset_elements = 0;  // of every array: 1 takes the path without packets
+};
+constexpr Shape kShapes[] = {{1, 1}, {1, 31}, {3, 576}, {3, 576, 1}, {64, 4096}, {7, 257}, {2, 65536}, {5, 8192, 1}};
+
+class RmsNormGpuTest : public DeviceKernelTest {};
+
+TEST_F(RmsNormGpuTest, EqualsTheReferenceWithAndWithoutAResidual) {
+  for (const DType dtype : {DType::kFp32, DType::kBf16}) {
+    for (const Shape& shape : kShapes) {
+      for (const bool has_residual : {false, true}) {
+        const std::string what =
+            absl::StrCat(DTypeName(dtype), " [", shape.num_rows, ", ", shape.width, "] residual ", has_residual);
+        const std::int64_t count = shape.num_rows * shape.width;
+        const std::size_t offset = shape.offset_elements * ElementBytes(dtype);
+        HostArray input = HostArray::Random(dtype, count, 3, 4), weight = HostArray::Random(dtype, shape.width, 4);
+        HostArray residual = HostArray::Random(dtype, count, 5, 2), output(dtype, count);
+        if (count > 600) {
+          input.Set(0, std::numeric_limits<float>::quiet_NaN());
+          input.Set(count - 1, std::numeric_limits<float>::infinity());
+        }
+        const DeviceArray device_input(input, offset), device_weight(weight, offset), device_residual(residual, offset);
+        const DeviceArray device_output(output, offset);
+        RmsNormParams params{.dtype = dtype, .num_rows = shape.num_rows, .width = shape.width, .epsilon = kEpsilon};
+        params.input = device_input.data();
+        params.residual = has_residual ? device_residual.data() : nullptr;
+        params.sum = device_residual.data();
+        params.weight = device_weight.data();
+        params.output = device_output.data();
+        if (!Fence(RmsNorm(params, Device::kCuda, stream()), what)) return;
+        const HostArray device_result = device_output.Read(dtype, what), device_sum = device_residual.Read(dtype, what);
+        params.input = input.data();
+        params.residual = has_residual ? residual.data() : nullptr;
+        params.sum = residual.data();
+        params.weight = weight.data();
+        params.output = output.data();
+        ASSERT_EQ(RmsNorm(params, Device::kCpu, nullptr), absl::OkStatus());
+        // The sum of squares adds up width / 512 numbers in a row at most, and rsqrtf is off by two units.
+        ExpectClose(device_result, output, LastPlace(dtype) + 150 * LastPlace(DType::kFp32), 1e-30, what);
+        ExpectClose(device_sum, residual, 0, 1e-30, what + " sum");
+      }
+    }
+  }
 }
-float FromBf16(std::uint16_t value) { return std::bit_cast<float>(static_cast<std::uint32_t>(value) << 16); }
 
-class RmsNormGpuTest : public ::testing::TestWithParam<std::pair<std::int64_t, std::int64_t>> {};
-
-TEST_P(RmsNormGpuTest, EqualsTheReferenceAndWritesNothingElse) {
-  if (!HasCudaDevice()) GTEST_SKIP() << "no CUDA device";
-  constexpr std::uint16_t kGuard = 0x7fc1;  // a NaN that no result has
-  const auto [rows, width] = GetParam();
-  const auto count = static_cast<std::size_t>(rows * width);
-  std::vector<float> input(count), weight(static_cast<std::size_t>(width)), expected(count);
-  std::vector<std::uint16_t> input16(count), weight16(weight.size()), output16(count + 64, kGuard);
-  for (std::size_t i = 0; i < count; ++i) {
-    input16[i] = ToBf16(static_cast<float>(RandomUniform(3, i) * 8 - 4));
-    input[i] = FromBf16(input16[i]);
+TEST_F(RmsNormGpuTest, GathersRowsAndWorksInPlace) {
+  constexpr std::int64_t kWidth = 64;
+  const std::vector<std::int32_t> rows = {4, 0, 3, 4};
+  for (const DType dtype : {DType::kFp32, DType::kBf16}) {
+    HostArray input = HostArray::Random(dtype, 5 * kWidth, 1), weight = HostArray::Random(dtype, kWidth, 2);
+    HostArray gathered(dtype, 4 * kWidth);
+    const DeviceArray device_input(input), device_weight(weight), device_gathered(gathered);
+    const auto device_rows = DeviceArray::Of(rows);
+    RmsNormParams params{.dtype = dtype,
+                         .input = device_input.data(),
+                         .weight = device_weight.data(),
+                         .output = device_gathered.data(),
+                         .num_rows = 4,
+                         .width = kWidth,
+                         .epsilon = kEpsilon};
+    params.rows = static_cast<const std::int32_t*>(device_rows->data());
+    if (!Fence(RmsNorm(params, Device::kCuda, stream()), "gathered")) return;
+    params.rows = nullptr;
+    params.output = device_input.data();
+    if (!Fence(RmsNorm(params, Device::kCuda, stream()), "in place")) return;
+    params.input = input.data();
+    params.weight = weight.data();
+    params.output = gathered.data();
+    params.rows = rows.data();
+    ASSERT_EQ(RmsNorm(params, Device::kCpu, nullptr), absl::OkStatus());
+    params.rows = nullptr;
+    params.output = input.data();
+    ASSERT_EQ(RmsNorm(params, Device::kCpu, nullptr), absl::OkStatus());
+    const double relative = LastPlace(dtype) + 20 * LastPlace(DType::kFp32);
+    ExpectClose(device_gathered.Read(dtype, "gathered"), gathered, relative, 1e-30, "gathered");
+    ExpectClose(device_input.Read(dtype, "in place"), input, relative, 1e-30, "in place");  // the row that was never written too
   }
-  for (std::size_t i = 0; i < weight.size(); ++i) {
-    weight16[i] = ToBf16(static_cast<float>(RandomUniform(4, i) + 0.5));
-    weight[i] = FromBf16(weight16[i]);
-  }
-  RmsNormReference({input.data(), weight.data(), expected.data(), rows, width, 1e-5f});
-
-  void *device_input = nullptr, *device_weight = nullptr, *device_output = nullptr;
-  ASSERT_EQ(cudaMalloc(&device_input, count * 2), cudaSuccess);
-  ASSERT_EQ(cudaMalloc(&device_weight, weight.size() * 2), cudaSuccess);
-  ASSERT_EQ(cudaMalloc(&device_output, output16.size() * 2), cudaSuccess);
-  cudaMemcpy(device_input, input16.data(), count * 2, cudaMemcpyHostToDevice);
-  cudaMemcpy(device_weight, weight16.data(), weight.size() * 2, cudaMemcpyHostToDevice);
-  cudaMemcpy(device_output, output16.data(), output16.size() * 2, cudaMemcpyHostToDevice);
-  cudaStream_t stream = nullptr;
-  ASSERT_EQ(cudaStreamCreate(&stream), cudaSuccess);
-  ASSERT_TRUE(RmsNorm({device_input, device_weight, device_output, rows, width, 1e-5f}, Device::kCuda, stream).ok());
-  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-  cudaMemcpy(output16.data(), device_output, output16.size() * 2, cudaMemcpyDeviceToHost);
-  cudaStreamDestroy(stream);
-  for (void* pointer : {device_input, device_weight, device_output}) cudaFree(pointer);
-
-  // One rounding to bf16 (2^-9 relative) and an fp32 sum.
-  for (std::size_t i = 0; i < count; ++i) {
-    ASSERT_NEAR(FromBf16(output16[i]), expected[i], std::abs(expected[i]) * 0.0045 + 1e-6) << i;
-  }
-  for (std::size_t i = count; i < output16.size(); ++i) ASSERT_EQ(output16[i], kGuard) << "guard " << i - count;
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, RmsNormGpuTest,
-                         ::testing::Values(std::pair(1, 1), std::pair(1, 31), std::pair(3, 576), std::pair(64, 4096),
-                                           std::pair(7, 257), std::pair(2, 65536)));
+TEST_F(RmsNormGpuTest, BackwardEqualsTheReference) {
+  for (const DType dtype : {DType::kFp32, DType::kBf16}) {
+    for (const Shape& shape : kShapes) {
+      const std::string what = absl::StrCat(DTypeName(dtype), " [", shape.num_rows, ", ", shape.width, "] backward");
+      const std::int64_t count = shape.num_rows * shape.width;
+      const std::size_t offset = shape.offset_elements * ElementBytes(dtype);
+      std::vector<std::int32_t> rows;  // all but the first of twice as many, last first
+      for (std::int64_t row = 0; row < shape.num_rows; ++row)
+        rows.push_back(static_cast<std::int32_t>(2 * shape.num_rows - 1 - row));
+      HostArray input = HostArray::Random(dtype, 2 * count, 3, 4), weight = HostArray::Random(dtype, shape.width, 4);
+      HostArray grad_output = HostArray::Random(dtype, count, 5), grad_input = HostArray::Random(dtype, 2 * count, 6, 0.1);
+      const DeviceArray device_input(input, offset), device_weight(weight, offset), device_grad_output(grad_output, offset);
+      const DeviceArray device_grad_input(grad_input, offset);
+      const auto device_rows = DeviceArray::Of(rows);
+      RmsNormBackwardParams params{.dtype = dtype,
+                                   .input = device_input.data(),
+                                   .weight = device_weight.data(),
+                                   .grad_output = device_grad_output.data(),
+                                   .grad_input = device_grad_input.data()};
+      params.rows = static_cast<const std::int32_t*>(device_rows->data());
+      params.num_rows = shape.num_rows;
+      params.width = shape.width;
+      params.epsilon = kEpsilon;
+      if (!Fence(RmsNormBackward(params, Device::kCuda, stream()), what)) return;
+      params.input = input.data();
+      params.weight = weight.data();
+      params.grad_output = grad_output.data();
+      params.grad_input = grad_input.data();
+      params.rows = rows.data();
+      ASSERT_EQ(RmsNormBackward(params, Device::kCpu, nullptr), absl::OkStatus());
+      // The terms are below 3 (a row of one element: 1 / |x| more) and cancel, so their fp32 rounding counts absolutely.
+      ExpectClose(device_grad_input.Read(dtype, what), grad_input, LastPlace(dtype), shape.width == 1 ? 1e-5 : 2e-6, what);
+    }
+  }
+}
 
 }  // namespace
 }  // namespace tandem

@@ -1,0 +1,12 @@
+// Number types of arrays in memory.
+#pragma once
+
+#include <cstddef>
+
+namespace tandem {
+
+enum class DType { kFp32, kBf16, kFp8E4m3 };
+
+constexpr std::size_t ElementBytes(DType dtype) { return dtype == DType::kFp32 ? 4 : dtype == DType::kBf16 ? 2 : 1; }
+
+}  // namespace tandem

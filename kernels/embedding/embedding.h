@@ -1,0 +1,21 @@
+// Rows of the embedding by token id.
+#pragma once
+
+#include <cstdint>
+
+#include "common/gpu/device.h"
+#include "common/gpu/dtype.h"
+
+namespace tandem {
+
+struct EmbeddingParams {
+  DType dtype = DType::kFp32;
+  const void* table = nullptr;               // [vocab_size, width]
+  const std::uint32_t* token_ids = nullptr;  // [num_rows], each below vocab_size
+  void* output = nullptr;                    // [num_rows, width]
+  std::int64_t num_rows = 0;
+  std::int64_t width = 0;
+};
+absl::Status Embedding(const EmbeddingParams& params, Device device, void* stream);
+
+}  // namespace tandem

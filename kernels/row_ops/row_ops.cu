@@ -1,0 +1,118 @@
+// Grid-stride loops of 256 threads, one element at a time; bound by memory (SumRows: one block a row of output).
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "common/base/random.h"
+#include "common/gpu/cuda_status.h"
+#include "kernels/row_ops/row_ops.h"
+
+namespace tandem {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr std::int64_t kMaxBlocks = 4096;
+
+__device__ void Store(float* place, float value) { *place = value; }
+__device__ void Store(__nv_bfloat16* place, float value) { *place = __float2bfloat16(value); }
+__device__ float Load(const float* place) { return *place; }
+__device__ float Load(const __nv_bfloat16* place) { return __bfloat162float(*place); }
+
+__device__ std::int64_t FirstIndex() { return static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
+__device__ std::int64_t Stride() { return static_cast<std::int64_t>(gridDim.x) * kThreads; }
+
+unsigned Blocks(std::int64_t count) {
+  return static_cast<unsigned>(std::min<std::int64_t>((count + kThreads - 1) / kThreads, kMaxBlocks));
+}
+
+__global__ void ConvertKernel(ConvertToBf16Params params) {
+  auto* output = static_cast<__nv_bfloat16*>(params.output);
+  for (std::int64_t i = FirstIndex(); i < params.count; i += Stride()) output[i] = __float2bfloat16(params.input[i]);
+}
+
+template <typename Element>
+__global__ void AddKernel(AddParams params) {
+  auto* y = static_cast<Element*>(params.y);
+  const auto* x = static_cast<const Element*>(params.x);
+  for (std::int64_t i = FirstIndex(); i < params.count; i += Stride()) Store(y + i, Load(y + i) + Load(x + i));
+}
+
+template <typename Element>
+__global__ void DropoutKernel(DropoutParams params, float keep) {
+  auto* x = static_cast<Element*>(params.x);
+  const std::int64_t first = params.first_row * params.width;
+  for (std::int64_t i = FirstIndex(); i < params.num_rows * params.width; i += Stride()) {
+    const bool is_kept = RandomUniform(params.seed, static_cast<std::uint64_t>(first + i)) >= params.probability;
+    Store(x + i, is_kept ? Load(x + i) * keep : 0.f);
+  }
+}
+
+template <typename Element>
+__global__ void SumRowsKernel(SumRowsParams params) {
+  const auto* input = static_cast<const Element*>(params.input);
+  auto* output = static_cast<Element*>(params.output) + static_cast<std::int64_t>(blockIdx.x) * params.width;
+  const std::int32_t begin = params.offsets[blockIdx.x], end = params.offsets[blockIdx.x + 1];
+  for (std::int64_t i = threadIdx.x; i < params.width; i += kThreads) {
+    float sum = 0;
+    for (std::int32_t m = begin; m < end; ++m) {
+      const std::int64_t row = params.members[m];
+      sum += (params.factors == nullptr ? 1.f : params.factors[row]) * Load(input + row * params.width + i);
+    }
+    Store(output + i, sum);
+  }
+}
+
+absl::Status CheckDType(DType dtype, const char* what) {
+  if (dtype == DType::kFp32 || dtype == DType::kBf16) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(what, ": dtype ", static_cast<int>(dtype), "; fp32 and bf16 are known"));
+}
+
+}  // namespace
+
+absl::Status ConvertToBf16(const ConvertToBf16Params& params, void* stream) {
+  if (params.count <= 0) return absl::OkStatus();
+  ConvertKernel<<<Blocks(params.count), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  return CudaToStatus(cudaGetLastError(), "conversion to bf16");
+}
+
+absl::Status Add(const AddParams& params, void* stream) {
+  TANDEM_RETURN_IF_ERROR(CheckDType(params.dtype, "addition"));
+  if (params.count <= 0) return absl::OkStatus();
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (params.dtype == DType::kBf16) {
+    AddKernel<__nv_bfloat16><<<Blocks(params.count), kThreads, 0, cuda_stream>>>(params);
+  } else {
+    AddKernel<float><<<Blocks(params.count), kThreads, 0, cuda_stream>>>(params);
+  }
+  return CudaToStatus(cudaGetLastError(), "addition");
+}
+
+absl::Status Dropout(const DropoutParams& params, void* stream) {
+  TANDEM_RETURN_IF_ERROR(CheckDType(params.dtype, "dropout"));
+  const std::int64_t count = params.num_rows * params.width;
+  if (count <= 0) return absl::OkStatus();
+  const float keep = static_cast<float>(1 / (1 - params.probability));
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (params.dtype == DType::kBf16) {
+    DropoutKernel<__nv_bfloat16><<<Blocks(count), kThreads, 0, cuda_stream>>>(params, keep);
+  } else {
+    DropoutKernel<float><<<Blocks(count), kThreads, 0, cuda_stream>>>(params, keep);
+  }
+  return CudaToStatus(cudaGetLastError(), "dropout");
+}
+
+absl::Status SumRows(const SumRowsParams& params, void* stream) {
+  TANDEM_RETURN_IF_ERROR(CheckDType(params.dtype, "sum of rows"));
+  if (params.num_rows <= 0) return absl::OkStatus();
+  const unsigned grid = static_cast<unsigned>(params.num_rows);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (params.dtype == DType::kBf16) {
+    SumRowsKernel<__nv_bfloat16><<<grid, kThreads, 0, cuda_stream>>>(params);
+  } else {
+    SumRowsKernel<float><<<grid, kThreads, 0, cuda_stream>>>(params);
+  }
+  return CudaToStatus(cudaGetLastError(), "sum of rows");
+}
+
+}  // namespace tandem
