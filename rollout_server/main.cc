@@ -71,7 +71,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   if (block_tokens < 1 || block_tokens > 1024) {
     return absl::InvalidArgumentError(absl::StrCat("--block_tokens=", block_tokens, " is not in 1 to 1024"));
   }
-  const std::uint64_t block_bytes = DecoderModel::BlockBytes(description.config, block_tokens);
+  const std::uint64_t block_bytes = DecoderModel::BlockBytes(description.config, block_tokens, DType::kFp32);
   const auto num_blocks = static_cast<int>(std::min<std::uint64_t>(elastic.size() / block_bytes, 1 << 24));
   const WeightLayout layout = WeightLayout::Create(description.config, description.format);
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<DecoderModel> model,
@@ -85,6 +85,8 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
     TANDEM_LOG(kInfo, "main", "ledger owner=", owned.owner(), " size=", FormatBytes(owned.bytes()));
   }
 
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Sampler> sampler, Sampler::Create({.vocab_size = description.config.vocab_size}));
+
   EngineOptions engine_options;
   engine_options.num_blocks = num_blocks;
   engine_options.block_tokens = block_tokens;
@@ -97,7 +99,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   engine_options.lease_epoch = pool->lease().epoch();
   engine_options.is_paused = !pool->holds_elastic();
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
-                          Engine::Create(std::move(engine_options), model.get(), tokenizer, metrics.get()));
+                          Engine::Create(std::move(engine_options), model.get(), sampler.get(), tokenizer, metrics.get()));
 
   RolloutServiceOptions service_options;
   service_options.limits = {.vocab_size = description.config.vocab_size,

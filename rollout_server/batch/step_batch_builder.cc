@@ -8,7 +8,8 @@ namespace {
 std::int32_t AdapterIndex(const std::optional<AdapterView>& adapter, std::vector<AdapterView>* adapters) {
   if (!adapter.has_value()) return -1;
   const auto found = std::find_if(adapters->begin(), adapters->end(), [&](const AdapterView& other) {
-    return other.slot == adapter->slot && other.layout == adapter->layout && other.scale == adapter->scale;
+    return other.slot == adapter->slot && other.layout == adapter->layout && other.scale == adapter->scale &&
+           other.activation_id == adapter->activation_id;
   });
   if (found != adapters->end()) return static_cast<std::int32_t>(found - adapters->begin());
   adapters->push_back(*adapter);

@@ -23,7 +23,7 @@ absl::Status ShuttingDown() { return absl::UnavailableError("the rollout server 
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(EngineOptions options, DecoderModel* model,
+absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(EngineOptions options, DecoderModel* model, Sampler* sampler,
                                                        std::shared_ptr<const Tokenizer> tokenizer, Metrics* metrics) {
   const auto refuse = [](const char* name, int value, const std::string& limit) {
     return absl::InvalidArgumentError(absl::StrCat("engine option ", name, ": ", value, " is not ", limit));
@@ -36,12 +36,14 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(EngineOptions options, De
   }
   if (options.max_waiting_sequences < 1) return refuse("max_waiting_sequences", options.max_waiting_sequences, "at least 1");
   if (options.vocab_size < 1) return refuse("vocab_size", options.vocab_size, "at least 1");
-  return std::unique_ptr<Engine>(new Engine(std::move(options), model, std::move(tokenizer), metrics));
+  return std::unique_ptr<Engine>(new Engine(std::move(options), model, sampler, std::move(tokenizer), metrics));
 }
 
-Engine::Engine(EngineOptions options, DecoderModel* model, std::shared_ptr<const Tokenizer> tokenizer, Metrics* metrics)
+Engine::Engine(EngineOptions options, DecoderModel* model, Sampler* sampler, std::shared_ptr<const Tokenizer> tokenizer,
+               Metrics* metrics)
     : options_(std::move(options)),
       model_(model),
+      sampler_(sampler),
       tokenizer_(std::move(tokenizer)),
       metrics_(metrics),
       commands_(kMaxCommands),
@@ -217,10 +219,7 @@ void Engine::SettlePending() {
       ++pending;
       continue;
     }
-    if (!is_abandoned && pending->reply->Claim()) {
-      PauseNow();
-      pending->reply->Set(absl::OkStatus());
-    }
+    if (!is_abandoned && pending->reply->Claim()) { pending->reply->Set(PauseNow()); }
     pending = pending_yields_.erase(pending);
     const bool is_still_draining = std::any_of(pending_yields_.begin(), pending_yields_.end(),
                                                [](const PendingYield& other) { return other.mode == v1::STREAM_MODE_DRAIN; });
@@ -228,11 +227,26 @@ void Engine::SettlePending() {
   }
 }
 
-// The last model call has returned: this thread made it.
-void Engine::PauseNow() {
+// The last model call has returned, for this thread made it; the fence waits for what it left on the device.
+absl::Status Engine::PauseNow() {
+  if (absl::Status status = model_->Fence(); !status.ok()) {
+    CheckDevice();
+    return Annotate(status, "fence before the elastic memory is yielded");
+  }
   scheduler_.PreemptAll();
   is_paused_ = true;
   PublishStatus();
+  return absl::OkStatus();
+}
+
+void Engine::GiveUp(const absl::Status& status) {
+  MutexLock lock(&mutex_);
+  if (error_.ok()) error_ = status;
+}
+
+// After a failure: a poisoned context can do nothing any more.
+void Engine::CheckDevice() {
+  if (const absl::Status health = ContextHealth(options_.device); !health.ok()) GiveUp(Annotate(health, "device context"));
 }
 
 bool Engine::Step() {
@@ -261,13 +275,14 @@ bool Engine::StepLane(Lane lane) {
     const Adapter* adapter = adapters_.Find(generations_.at(sequence.id).batch->request.job);
     return adapter == nullptr ? std::nullopt : std::optional<AdapterView>(adapter->view());
   });
-  const absl::StatusOr<std::span<const float>> logits = model_->Run(batch);
+  const absl::StatusOr<Logits> logits = model_->Run(batch);
   ++num_steps_;
-  const std::size_t expected = batch.logit_rows.size() * options_.vocab_size;
+  const auto expected = static_cast<std::int64_t>(batch.logit_rows.size());
   if (!logits.ok()) {
     FailStep(plan, logits.status());
-  } else if (logits->size() != expected) {
-    FailStep(plan, absl::InternalError(absl::StrCat("the model gave ", logits->size(), " logits, expected ", expected)));
+  } else if (logits->num_rows != expected || logits->vocab_size != options_.vocab_size) {
+    FailStep(plan, absl::InternalError(absl::StrCat("the model gave [", logits->num_rows, ", ", logits->vocab_size,
+                                                    "] logits, expected [", expected, ", ", options_.vocab_size, "]")));
   } else {
     num_failed_in_a_row_ = 0;
     scheduler_.Computed(plan);
@@ -290,30 +305,36 @@ void Engine::ReportAdmissions(const StepPlan& plan) {
   }
 }
 
-void Engine::Finish(const StepPlan& plan, std::span<const float> logits) {
-  std::size_t row = 0;
-  std::uint32_t num_drawn = 0;
+void Engine::Finish(const StepPlan& plan, const Logits& logits) {
+  std::vector<SequenceId> ids;
+  std::vector<DrawInput> inputs;
   for (const PlannedSequence& planned : plan.sequences) {
     if (!planned.draws) continue;
     const Sequence& sequence = scheduler_.sequence(planned.id);
     const Generation& generation = generations_.at(planned.id);
-    const absl::StatusOr<DrawnToken> token =
-        sampler_.Draw({.logits = logits.subspan(row++ * options_.vocab_size, options_.vocab_size),
-                       .params = &generation.group->sampling,
-                       .seed = generation.seed,
-                       .position = static_cast<std::uint32_t>(sequence.completion.size()),
-                       .prompt = *sequence.prompt,
-                       .completion = sequence.completion});
+    ids.push_back(planned.id);
+    inputs.push_back({.params = &generation.group->sampling,
+                      .seed = generation.seed,
+                      .position = static_cast<std::uint32_t>(sequence.completion.size()),
+                      .prompt = *sequence.prompt,
+                      .completion = sequence.completion});
+  }
+  const std::vector<absl::StatusOr<DrawnToken>> tokens = sampler_->Draw(logits, inputs);
+  std::uint32_t num_drawn = 0;
+  for (std::size_t row = 0; row < ids.size(); ++row) {
+    const absl::StatusOr<DrawnToken>& token = tokens[row];
     if (token.ok()) {
-      FinishToken(planned.id, *token);
+      FinishToken(ids[row], *token);
       ++num_drawn;
       continue;
     }
     metrics_.CountBadLogits();
     const std::string error = absl::StrCat(token.status().message(), ", engine step ", num_steps_);
-    TANDEM_LOG(kError, "engine", "sequence=", planned.id, " job=\"", generation.batch->request.job, "\" ended: ", error);
-    EndSequence(planned.id, v1::FINISH_REASON_ERROR, "", error);
+    TANDEM_LOG(kError, "engine", "sequence=", ids[row], " job=\"", generations_.at(ids[row]).batch->request.job,
+               "\" ended: ", error);
+    EndSequence(ids[row], v1::FINISH_REASON_ERROR, "", error);
   }
+  if (num_drawn < ids.size()) CheckDevice();
   metrics_.CountTokens(num_drawn);
 }
 
@@ -352,9 +373,9 @@ void Engine::FinishToken(SequenceId id, const DrawnToken& token) {
 void Engine::FailStep(const StepPlan& plan, const absl::Status& status) {
   TANDEM_LOG(kError, "engine", "step=", num_steps_, " sequences=", plan.sequences.size(), " failed: ", status.ToString());
   if (++num_failed_in_a_row_ >= kMaxFailedSteps) {
-    MutexLock lock(&mutex_);
-    if (error_.ok()) error_ = Annotate(status, absl::StrCat(kMaxFailedSteps, " steps in a row failed"));
+    GiveUp(Annotate(status, absl::StrCat(kMaxFailedSteps, " steps in a row failed")));
   }
+  CheckDevice();
   for (const PlannedSequence& planned : plan.sequences) {
     EndSequence(planned.id, v1::FINISH_REASON_ERROR, "", absl::StrCat("engine step ", num_steps_, ": ", status.message()));
   }

@@ -48,6 +48,7 @@ struct EngineOptions {
   std::string model_digest;       // of the cache's keys
   std::uint64_t lease_epoch = 0;  // at start
   bool is_paused = false;         // at start: the trainer holds the elastic memory
+  Device device = Device::kCpu;   // that model and sampler use
 };
 
 struct EngineStatus {
@@ -61,9 +62,9 @@ struct EngineStatus {
 
 class Engine {
  public:
-  // `model` and `metrics` outlive the engine; `model` is called on the engine's thread alone. Starts the thread.
-  // Errors: INVALID_ARGUMENT naming the option.
-  static absl::StatusOr<std::unique_ptr<Engine>> Create(EngineOptions options, DecoderModel* model,
+  // `model`, `sampler` and `metrics` outlive the engine; model and sampler are called on the engine's thread alone. Starts the
+  // thread. Errors: INVALID_ARGUMENT naming the option.
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(EngineOptions options, DecoderModel* model, Sampler* sampler,
                                                         std::shared_ptr<const Tokenizer> tokenizer, Metrics* metrics);
   ~Engine();
 
@@ -74,8 +75,8 @@ class Engine {
   // Errors: ABORTED (version), FAILED_PRECONDITION (draining while paused), DEADLINE_EXCEEDED (nothing was activated).
   absl::Status Activate(Adapter adapter, bool drain, absl::Time deadline);
   absl::Status Retire(const std::string& job, absl::Time deadline);
-  // Returns when no step runs or will run, and nothing cached will be read again. Idempotent. Errors: DEADLINE_EXCEEDED (nothing
-  // changed).
+  // Returns when no step runs or will run, on the device neither, and nothing cached will be read again. Idempotent. Errors:
+  // DEADLINE_EXCEEDED (nothing changed), INTERNAL (the device failed; see error()).
   absl::Status YieldElastic(v1::StreamMode mode, absl::Time deadline);
   // Idempotent.
   absl::Status ReturnElastic(std::uint64_t lease_epoch);
@@ -85,7 +86,7 @@ class Engine {
   void Stop();
 
   EngineStatus status() const;
-  // Not OK when the engine has given up: the model failed many steps in a row.
+  // Not OK when the engine has given up: the model failed many steps in a row, or the device's context is poisoned.
   absl::Status error() const;
 
  private:
@@ -114,7 +115,8 @@ class Engine {
     std::shared_ptr<Reply> reply;
   };
 
-  Engine(EngineOptions options, DecoderModel* model, std::shared_ptr<const Tokenizer> tokenizer, Metrics* metrics);
+  Engine(EngineOptions options, DecoderModel* model, Sampler* sampler, std::shared_ptr<const Tokenizer> tokenizer,
+         Metrics* metrics);
   absl::Status Send(std::function<void()> command);
   absl::Status SendAndWait(const std::shared_ptr<Reply>& reply, absl::Time deadline, std::string_view what,
                            std::function<void()> command);
@@ -125,7 +127,7 @@ class Engine {
   bool Step();
   bool StepLane(Lane lane);
   void ReportAdmissions(const StepPlan& plan);
-  void Finish(const StepPlan& plan, std::span<const float> logits);
+  void Finish(const StepPlan& plan, const Logits& logits);
   void FinishToken(SequenceId id, const DrawnToken& token);
   void FailStep(const StepPlan& plan, const absl::Status& status);
   void EndSequence(SequenceId id, v1::FinishReason reason, std::string text, const std::string& error);
@@ -136,13 +138,16 @@ class Engine {
   void ActivateNow(Adapter adapter);
   void RetireNow(const std::string& job);
   void SettlePending();
-  void PauseNow();
+  absl::Status PauseNow();
+  void GiveUp(const absl::Status& status);
+  void CheckDevice();
   std::uint64_t VersionOf(const std::string& job) const;
   std::string RootKeyOf(const Sequence& sequence) const;
   void PublishStatus();
 
   const EngineOptions options_;
   DecoderModel* const model_;
+  Sampler* const sampler_;
   const std::shared_ptr<const Tokenizer> tokenizer_;
   EngineMetrics metrics_;
   BoundedQueue<std::function<void()>> commands_;
@@ -150,7 +155,6 @@ class Engine {
 
   BlockAllocator allocator_;
   Scheduler scheduler_;
-  Sampler sampler_;
   AdapterTable adapters_;
   std::map<std::uint64_t, Batch> batches_;
   std::map<SequenceId, Generation> generations_;

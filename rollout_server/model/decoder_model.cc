@@ -1,126 +1,48 @@
 #include "rollout_server/model/decoder_model.h"
 
-#include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstring>
-#include <string>
 
-#include "common/torch/buffer.h"
-#include "common/torch/matrix.h"
-#include "common/torch/parallel.h"
-#include "common/torch/rope_table.h"
-#include "common/torch/run_torch.h"
-#include "common/torch/vector_ops.h"
-#include "rollout_server/model/paged_kv_cache.h"
+#include "rollout_server/model/decoder_backends.h"
 
 namespace tandem {
-
-void PagedKvCache::Write(std::int64_t layer, std::int64_t slot, const float* key_row, const float* value_row) const {
-  const std::int64_t block = slot / block_tokens_, offset = slot % block_tokens_;
-  float* key = keys(layer, block, 0) + offset;
-  for (std::int64_t i = 0; i < num_kv_heads_ * head_dim_; ++i) key[i * block_tokens_] = key_row[i];
-  float* value = values(layer, block, 0) + offset * head_dim_;
-  for (std::int64_t head = 0; head < num_kv_heads_; ++head) {
-    std::memcpy(value + head * head_dim_ * block_tokens_, value_row + head * head_dim_,
-                static_cast<std::size_t>(head_dim_) * sizeof(float));
-  }
-}
-
 namespace {
 
-constexpr std::int64_t kRowGrain = 16;  // rows of a norm or an activation that one thread takes at least
-constexpr std::int64_t kPassKeys = kAttentionTileKeys;
-
-// Rows [begin, end) of the step's tokens that run under one adapter.
-struct AdapterRun {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  const AdapterView* adapter = nullptr;
-};
-
-// Part of one sequence's attention that one thread computes: one KV head, up to kAttentionTileRows query rows x heads.
-struct AttentionItem {
-  std::int32_t sequence = 0;
-  std::int32_t kv_head = 0;
-  std::int32_t query_begin = 0;  // token rows
-  std::int32_t query_end = 0;
-};
-
-class CpuDecoderModel : public DecoderModel {
- public:
-  CpuDecoderModel(const ModelConfig& config, const WeightLayout& layout, const std::byte* weights, std::span<std::byte> kv_cache,
-                  const DecoderModelOptions& options)
-      : config_(config),
-        layout_(layout),
-        weights_(weights),
-        cache_(config, kv_cache.data(), options.num_blocks, options.block_tokens),
-        ops_(vector_ops<float>()),
-        rope_(config) {}
-
-  absl::StatusOr<std::span<const float>> Run(const StepBatch& batch) override {
-    TANDEM_RETURN_IF_ERROR(CheckBatch(batch));
-    const std::string what = absl::StrCat("decoder step of ", batch.token_ids.size(), " tokens");
-    TANDEM_RETURN_IF_ERROR(RunTorch(what, [&] {
-      RunStep(batch);
-      return absl::OkStatus();
-    }));
-    const std::size_t size = batch.logit_rows.size() * static_cast<std::size_t>(config_.vocab_size);
-    return std::span<const float>(logits_.data(), size);
+absl::Status CheckSequence(const StepBatch& batch, std::size_t sequence, std::int64_t num_blocks, std::int64_t block_tokens) {
+  const auto fault = [&](const auto&... parts) {
+    return absl::InvalidArgumentError(absl::StrCat("step batch, sequence ", sequence, ": ", parts...));
+  };
+  const std::int64_t query_len = batch.cu_query_lens[sequence + 1] - batch.cu_query_lens[sequence];
+  const std::int64_t context_len = batch.context_lens[sequence];
+  if (query_len < 1 || query_len > context_len) return fault(query_len, " query tokens in a context of ", context_len);
+  const std::int64_t blocks = (context_len + block_tokens - 1) / block_tokens;
+  const std::vector<std::int32_t>& table = batch.block_tables[sequence];
+  if (static_cast<std::int64_t>(table.size()) < blocks) return fault(table.size(), " blocks for a context that needs ", blocks);
+  for (const std::int32_t block : table) {
+    if (block < 0 || block >= num_blocks) return fault("block ", block, " of ", num_blocks);
   }
-
-  absl::Status CopyBlock(std::int32_t from, std::int32_t to) override {
-    for (const std::int32_t block : {from, to}) {
-      if (block < 0 || block >= cache_.num_blocks()) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("copying KV block ", from, " to ", to, ": the cache has ", cache_.num_blocks(), " blocks"));
-      }
-    }
-    if (from == to) return absl::OkStatus();
-    const std::size_t bytes = static_cast<std::size_t>(cache_.block_size()) * sizeof(float);
-    for (int layer = 0; layer < config_.num_layers; ++layer) {
-      std::memcpy(cache_.keys(layer, to, 0), cache_.keys(layer, from, 0), bytes);
-      std::memcpy(cache_.values(layer, to, 0), cache_.values(layer, from, 0), bytes);
-    }
-    return absl::OkStatus();
+  const std::int32_t adapter = batch.adapter_of[sequence];
+  if (adapter < -1 || adapter >= static_cast<std::int64_t>(batch.adapters.size())) {
+    return fault("adapter ", adapter, " of ", batch.adapters.size());
   }
+  return absl::OkStatus();
+}
 
- private:
-  const float* Weight(const TensorPlace& place) const { return reinterpret_cast<const float*>(weights_ + place.begin_bytes); }
-  Matrix<const float> WeightMatrix(const TensorPlace& place) const { return {Weight(place), place.shape[0], place.shape[1]}; }
+absl::Status CheckAdapter(const AdapterView& adapter, const ModelConfig& config) {
+  const auto fault = [](const auto&... parts) { return absl::InvalidArgumentError(absl::StrCat("adapter: ", parts...)); };
+  if (adapter.slot == nullptr || adapter.layout == nullptr) return fault("no slot or no layout");
+  const AdapterLayout& layout = *adapter.layout;
+  if (layout.rank < 1 || layout.places.size() != layout.targets.size() * static_cast<std::size_t>(config.num_layers)) {
+    return fault("rank ", layout.rank, ", ", layout.places.size(), " places for ", layout.targets.size(), " targets in ",
+                 config.num_layers, " layers");
+  }
+  if (!std::isfinite(adapter.scale)) return fault("scale ", adapter.scale);
+  return absl::OkStatus();
+}
 
-  absl::Status CheckBatch(const StepBatch& batch) const;
-  absl::Status CheckSequence(const StepBatch& batch, std::size_t sequence) const;
-  absl::Status CheckAdapter(const AdapterView& adapter) const;
-  void RunStep(const StepBatch& batch);
-  void PlanStep(const StepBatch& batch);
-  void RunLayer(const StepBatch& batch, int layer);
-  void RotateAndCache(const StepBatch& batch, int layer);
-  void Attend(const StepBatch& batch, int layer);
-  void AttendItem(const StepBatch& batch, int layer, const AttentionItem& item);
-  // y = x W^T, then each run's adapters on the linear layers `kinds`, which lie side by side in y's columns.
-  void Linear(Matrix<const float> x, const TensorPlace& weight, int layer, std::span<const LinearKind> kinds, Matrix<float> y,
-              double beta = 0);
-  void ApplyAdapter(Matrix<const float> x, const AdapterView& adapter, int layer, std::span<const LinearKind> kinds,
-                    Matrix<float> y);
-  void Norm(const float* x, const TensorPlace& weight, float* y, std::int64_t rows);
+}  // namespace
 
-  const ModelConfig config_;
-  const WeightLayout layout_;
-  const std::byte* const weights_;
-  const PagedKvCache cache_;
-  const VectorOps<float>& ops_;
-  RopeTable<float> rope_;
-
-  // The plan of the current step.
-  std::vector<AdapterRun> runs_;
-  std::vector<AttentionItem> items_;
-  // Activations of the current step, [num_tokens, width] each; they grow to the largest step.
-  std::int64_t num_tokens_ = 0;
-  Buffer<float> hidden_, normed_, qkv_, attention_, gate_up_, activated_, adapter_a_, adapter_x_, logits_;
-};
-
-absl::Status CpuDecoderModel::CheckBatch(const StepBatch& batch) const {
+absl::Status CheckStepBatch(const StepBatch& batch, const ModelConfig& config, std::int64_t num_blocks,
+                            std::int64_t block_tokens) {
   const auto fault = [](const auto&... parts) { return absl::InvalidArgumentError(absl::StrCat("step batch: ", parts...)); };
   const std::size_t num_tokens = batch.token_ids.size(), num_sequences = batch.context_lens.size();
   if (num_tokens == 0) return fault("no tokens");
@@ -136,13 +58,13 @@ absl::Status CpuDecoderModel::CheckBatch(const StepBatch& batch) const {
     return fault("cu_query_lens run from ", batch.cu_query_lens.front(), " to ", batch.cu_query_lens.back(), ", not 0 to ",
                  num_tokens);
   }
-  const std::int64_t num_slots = cache_.num_blocks() * cache_.block_tokens();
+  const std::int64_t num_slots = num_blocks * block_tokens;
   for (std::size_t i = 0; i < num_tokens; ++i) {
-    if (batch.token_ids[i] >= static_cast<std::uint32_t>(config_.vocab_size)) {
-      return fault("token id ", batch.token_ids[i], " of row ", i, ", vocabulary ", config_.vocab_size);
+    if (batch.token_ids[i] >= static_cast<std::uint32_t>(config.vocab_size)) {
+      return fault("token id ", batch.token_ids[i], " of row ", i, ", vocabulary ", config.vocab_size);
     }
-    if (batch.positions[i] < 0 || batch.positions[i] >= config_.max_positions) {
-      return fault("position ", batch.positions[i], " of row ", i, ", limit ", config_.max_positions);
+    if (batch.positions[i] < 0 || batch.positions[i] >= config.max_positions) {
+      return fault("position ", batch.positions[i], " of row ", i, ", limit ", config.max_positions);
     }
     if (batch.slot_mapping[i] < 0 || batch.slot_mapping[i] >= num_slots) {
       return fault("slot ", batch.slot_mapping[i], " of row ", i, ", the cache has ", num_slots);
@@ -151,285 +73,53 @@ absl::Status CpuDecoderModel::CheckBatch(const StepBatch& batch) const {
   for (const std::int32_t row : batch.logit_rows) {
     if (row < 0 || row >= static_cast<std::int64_t>(num_tokens)) return fault("logit row ", row, " of ", num_tokens);
   }
-  for (std::size_t s = 0; s < num_sequences; ++s) TANDEM_RETURN_IF_ERROR(CheckSequence(batch, s));
-  for (const AdapterView& adapter : batch.adapters) TANDEM_RETURN_IF_ERROR(CheckAdapter(adapter));
+  for (std::size_t s = 0; s < num_sequences; ++s) TANDEM_RETURN_IF_ERROR(CheckSequence(batch, s, num_blocks, block_tokens));
+  for (const AdapterView& adapter : batch.adapters) TANDEM_RETURN_IF_ERROR(CheckAdapter(adapter, config));
   return absl::OkStatus();
 }
 
-absl::Status CpuDecoderModel::CheckSequence(const StepBatch& batch, std::size_t sequence) const {
-  const auto fault = [&](const auto&... parts) {
-    return absl::InvalidArgumentError(absl::StrCat("step batch, sequence ", sequence, ": ", parts...));
-  };
-  const std::int64_t query_len = batch.cu_query_lens[sequence + 1] - batch.cu_query_lens[sequence];
-  const std::int64_t context_len = batch.context_lens[sequence];
-  if (query_len < 1 || query_len > context_len) return fault(query_len, " query tokens in a context of ", context_len);
-  const std::int64_t blocks = (context_len + cache_.block_tokens() - 1) / cache_.block_tokens();
-  const std::vector<std::int32_t>& table = batch.block_tables[sequence];
-  if (static_cast<std::int64_t>(table.size()) < blocks) return fault(table.size(), " blocks for a context that needs ", blocks);
-  for (const std::int32_t block : table) {
-    if (block < 0 || block >= cache_.num_blocks()) return fault("block ", block, " of ", cache_.num_blocks());
-  }
-  const std::int32_t adapter = batch.adapter_of[sequence];
-  if (adapter < -1 || adapter >= static_cast<std::int64_t>(batch.adapters.size())) {
-    return fault("adapter ", adapter, " of ", batch.adapters.size());
+absl::Status CheckBlockCopy(std::int32_t from, std::int32_t to, std::int64_t num_blocks) {
+  for (const std::int32_t block : {from, to}) {
+    if (block >= 0 && block < num_blocks) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("copying KV block ", from, " to ", to, ": the cache has ", num_blocks, " blocks"));
   }
   return absl::OkStatus();
 }
 
-absl::Status CpuDecoderModel::CheckAdapter(const AdapterView& adapter) const {
-  const auto fault = [](const auto&... parts) { return absl::InvalidArgumentError(absl::StrCat("adapter: ", parts...)); };
-  if (adapter.slot == nullptr || adapter.layout == nullptr) return fault("no slot or no layout");
-  const AdapterLayout& layout = *adapter.layout;
-  if (layout.rank < 1 || layout.places.size() != layout.targets.size() * static_cast<std::size_t>(config_.num_layers)) {
-    return fault("rank ", layout.rank, ", ", layout.places.size(), " places for ", layout.targets.size(), " targets in ",
-                 config_.num_layers, " layers");
-  }
-  if (!std::isfinite(adapter.scale)) return fault("scale ", adapter.scale);
-  return absl::OkStatus();
+std::uint64_t DecoderModel::BlockBytes(const ModelConfig& config, int block_tokens, DType kv_dtype) {
+  return 2 * ElementBytes(kv_dtype) * static_cast<std::uint64_t>(config.num_layers) *
+         static_cast<std::uint64_t>(config.kv_size()) * static_cast<std::uint64_t>(block_tokens);
 }
 
-// Splits the step into runs of rows under one adapter and into attention items. Depends on the batch's shape alone.
-void CpuDecoderModel::PlanStep(const StepBatch& batch) {
-  runs_.clear();
-  items_.clear();
-  const std::int32_t group = config_.num_heads / config_.num_kv_heads;
-  const std::int32_t tile_queries = kAttentionTileRows / group;
-  for (std::size_t s = 0; s < batch.context_lens.size(); ++s) {
-    const std::int32_t begin = batch.cu_query_lens[s], end = batch.cu_query_lens[s + 1];
-    const AdapterView* adapter =
-        batch.adapter_of[s] < 0 ? nullptr : &batch.adapters[static_cast<std::size_t>(batch.adapter_of[s])];
-    if (!runs_.empty() && runs_.back().adapter == adapter) {
-      runs_.back().end = end;
-    } else {
-      runs_.push_back({begin, end, adapter});
-    }
-    for (std::int32_t q = begin; q < end; q += tile_queries) {
-      for (std::int32_t kv_head = 0; kv_head < config_.num_kv_heads; ++kv_head) {
-        items_.push_back({static_cast<std::int32_t>(s), kv_head, q, std::min(q + tile_queries, end)});
-      }
-    }
-  }
-}
-
-void CpuDecoderModel::RunStep(const StepBatch& batch) {
-  num_tokens_ = static_cast<std::int64_t>(batch.token_ids.size());
-  PlanStep(batch);
-  const std::int64_t d = config_.hidden_size, f = config_.intermediate_size;
-  hidden_.Reserve(num_tokens_ * d);
-  normed_.Reserve(num_tokens_ * d);
-  qkv_.Reserve(num_tokens_ * (config_.q_size() + 2 * config_.kv_size()));
-  attention_.Reserve(num_tokens_ * config_.q_size());
-  gate_up_.Reserve(num_tokens_ * 2 * f);
-  activated_.Reserve(num_tokens_ * f);
-  rope_.Ensure(*std::max_element(batch.positions.begin(), batch.positions.end()) + 1);
-
-  const float* embedding = Weight(layout_.embedding);
-  for (std::int64_t i = 0; i < num_tokens_; ++i) {
-    std::memcpy(hidden_.data() + i * d, embedding + batch.token_ids[static_cast<std::size_t>(i)] * d,
-                static_cast<std::size_t>(d) * sizeof(float));
-  }
-  for (int layer = 0; layer < config_.num_layers; ++layer) RunLayer(batch, layer);
-
-  const std::int64_t num_logits = static_cast<std::int64_t>(batch.logit_rows.size());
-  logits_.Reserve(num_logits * config_.vocab_size);
-  float* head_input = normed_.data();
-  for (std::int64_t i = 0; i < num_logits; ++i) {
-    ops_.rms_norm(hidden_.data() + batch.logit_rows[static_cast<std::size_t>(i)] * d, Weight(layout_.final_norm),
-                  head_input + i * d, 1, d, config_.rms_norm_epsilon);
-  }
-  Multiply(Matrix<float>(head_input, num_logits, d), WeightMatrix(layout_.head).Transposed(),
-           Matrix<float>(logits_.data(), num_logits, config_.vocab_size));
-}
-
-void CpuDecoderModel::RunLayer(const StepBatch& batch, int layer) {
-  const LayerPlaces& places = layout_.layers[static_cast<std::size_t>(layer)];
-  const std::int64_t rows = num_tokens_, d = config_.hidden_size, f = config_.intermediate_size, q = config_.q_size();
-  const Matrix<float> hidden(hidden_.data(), rows, d), normed(normed_.data(), rows, d);
-  const Matrix<float> qkv(qkv_.data(), rows, q + 2 * config_.kv_size()), attention(attention_.data(), rows, q);
-  const Matrix<float> gate_up(gate_up_.data(), rows, 2 * f), activated(activated_.data(), rows, f);
-  static constexpr std::array kQkv = {LinearKind::kQProj, LinearKind::kKProj, LinearKind::kVProj};
-  static constexpr std::array kO = {LinearKind::kOProj}, kDown = {LinearKind::kDownProj};
-  static constexpr std::array kGateUp = {LinearKind::kGateProj, LinearKind::kUpProj};
-
-  Norm(hidden.data, places.input_norm, normed.data, rows);
-  Linear(normed, places.qkv, layer, kQkv, qkv);
-  RotateAndCache(batch, layer);
-  Attend(batch, layer);
-  Linear(attention, places.o, layer, kO, hidden, /*beta=*/1);
-  Norm(hidden.data, places.post_norm, normed.data, rows);
-  Linear(normed, places.gate_up, layer, kGateUp, gate_up);
-  ParallelFor(rows, kRowGrain, [&](std::int64_t begin, std::int64_t end) {
-    ops_.swiglu(gate_up.data + begin * 2 * f, activated.data + begin * f, end - begin, f);
-  });
-  Linear(activated, places.down, layer, kDown, hidden, /*beta=*/1);
-}
-
-void CpuDecoderModel::Norm(const float* x, const TensorPlace& weight, float* y, std::int64_t rows) {
-  const std::int64_t d = config_.hidden_size;
-  ParallelFor(rows, 8 * kRowGrain, [&](std::int64_t begin, std::int64_t end) {
-    ops_.rms_norm(x + begin * d, Weight(weight), y + begin * d, end - begin, d, config_.rms_norm_epsilon);
-  });
-}
-
-void CpuDecoderModel::Linear(Matrix<const float> x, const TensorPlace& weight, int layer, std::span<const LinearKind> kinds,
-                             Matrix<float> y, double beta) {
-  Multiply(x, WeightMatrix(weight).Transposed(), y, 1, beta);
-  for (const AdapterRun& run : runs_) {
-    if (run.adapter != nullptr) ApplyAdapter(x.Rows(run.begin, run.end), *run.adapter, layer, kinds, y.Rows(run.begin, run.end));
-  }
-}
-
-// y += scale (x A^T) B^T. The A of all kinds are put together first: one GEMM of their whole rank instead of thin ones.
-void CpuDecoderModel::ApplyAdapter(Matrix<const float> x, const AdapterView& adapter, int layer,
-                                   std::span<const LinearKind> kinds, Matrix<float> y) {
-  struct Part {
-    const float* b;
-    std::int64_t first_column, outputs;
-  };
-  const AdapterLayout& layout = *adapter.layout;
-  const std::int64_t rank = layout.rank;
-  adapter_a_.Reserve(static_cast<std::int64_t>(kinds.size()) * rank * x.columns);
-  std::array<Part, kNumLinearKinds> parts;
-  std::size_t num_parts = 0;
-  std::int64_t column = 0;
-  for (const LinearKind kind : kinds) {
-    const std::int64_t outputs = ShapeOf(config_, kind).outputs;
-    const auto target = std::lower_bound(layout.targets.begin(), layout.targets.end(), kind);
-    if (target != layout.targets.end() && *target == kind) {
-      const std::size_t index =
-          static_cast<std::size_t>(layer) * layout.targets.size() + static_cast<std::size_t>(target - layout.targets.begin());
-      const AdapterPlace& place = layout.places[index];
-      std::memcpy(adapter_a_.data() + static_cast<std::int64_t>(num_parts) * rank * x.columns, adapter.slot + place.a_begin_bytes,
-                  static_cast<std::size_t>(rank * x.columns) * sizeof(float));
-      parts[num_parts++] = {reinterpret_cast<const float*>(adapter.slot + place.b_begin_bytes), column, outputs};
-    }
-    column += outputs;
-  }
-  if (num_parts == 0) return;
-  const std::int64_t width = static_cast<std::int64_t>(num_parts) * rank;
-  adapter_x_.Reserve(x.rows * width);
-  const Matrix<float> xa(adapter_x_.data(), x.rows, width);
-  Multiply(x, Matrix<float>(adapter_a_.data(), width, x.columns).Transposed(), xa);
-  for (std::size_t i = 0; i < num_parts; ++i) {
-    const std::int64_t begin = static_cast<std::int64_t>(i) * rank;
-    Multiply(xa.Columns(begin, begin + rank), Matrix<const float>(parts[i].b, parts[i].outputs, rank).Transposed(),
-             y.Columns(parts[i].first_column, parts[i].first_column + parts[i].outputs), static_cast<double>(adapter.scale), 1);
-  }
-}
-
-void CpuDecoderModel::RotateAndCache(const StepBatch& batch, int layer) {
-  const std::int64_t q = config_.q_size(), kv = config_.kv_size(), stride = q + 2 * kv;
-  const std::int64_t heads = config_.num_heads + config_.num_kv_heads;  // q and k lie side by side
-  ParallelFor(num_tokens_, 4 * kRowGrain, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      float* row = qkv_.data() + i * stride;
-      const std::int64_t position = batch.positions[static_cast<std::size_t>(i)];
-      ops_.rotate(row, heads, config_.head_dim, rope_.cosines(position), rope_.sines(position), 1);
-      cache_.Write(layer, batch.slot_mapping[static_cast<std::size_t>(i)], row + q, row + q + kv);
-    }
-  });
-}
-
-void CpuDecoderModel::Attend(const StepBatch& batch, int layer) {
-  ParallelFor(static_cast<std::int64_t>(items_.size()), 8, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) AttendItem(batch, layer, items_[static_cast<std::size_t>(i)]);
-  });
-}
-
-void CpuDecoderModel::AttendItem(const StepBatch& batch, int layer, const AttentionItem& item) {
-  const std::size_t sequence = static_cast<std::size_t>(item.sequence);
-  const std::int64_t head_dim = config_.head_dim, group = config_.num_heads / config_.num_kv_heads;
-  const std::int64_t stride = config_.q_size() + 2 * config_.kv_size(), block_tokens = cache_.block_tokens();
-  const std::size_t row_bytes = static_cast<std::size_t>(head_dim) * sizeof(float);
-
-  // Kept by each thread for its life: no allocation a step.
-  thread_local std::vector<KvBlock<float>> blocks;
-  thread_local std::vector<float> queries, output, scores(kAttentionTileRows * kAttentionTileKeys);
-  std::int32_t limits[kAttentionTileRows];
-  queries.resize(static_cast<std::size_t>(kAttentionTileRows * head_dim));
-  output.resize(queries.size());
-
-  const std::int32_t rows = static_cast<std::int32_t>((item.query_end - item.query_begin) * group);
-  const std::int32_t first_limit = batch.context_lens[sequence] - (batch.cu_query_lens[sequence + 1] - item.query_begin) + 1;
-  for (std::int32_t r = 0; r < rows; ++r) {
-    const std::int64_t token = item.query_begin + r / group, head = item.kv_head * group + r % group;
-    std::memcpy(queries.data() + r * head_dim, qkv_.data() + token * stride + head * head_dim, row_bytes);
-    limits[r] = first_limit + static_cast<std::int32_t>(r / group);
-  }
-  ops_.scale(queries.data(), rows * head_dim, static_cast<float>(1 / std::sqrt(static_cast<double>(head_dim))));
-
-  blocks.clear();
-  const std::int64_t num_keys = limits[rows - 1];
-  for (std::int64_t first = 0; first < num_keys; first += block_tokens) {
-    const std::int64_t block = batch.block_tables[sequence][static_cast<std::size_t>(first / block_tokens)];
-    const float *keys = cache_.keys(layer, block, item.kv_head), *values = cache_.values(layer, block, item.kv_head);
-    const std::int64_t used = std::min(block_tokens, num_keys - first);
-    for (std::int64_t begin = 0; begin < used; begin += kPassKeys) {
-      KvBlock<float> part;
-      part.keys_t = keys + begin;
-      part.key_t_stride = block_tokens;
-      part.values = values + begin * head_dim;
-      part.row_stride = head_dim;
-      part.width = static_cast<std::int32_t>(std::min(kPassKeys, block_tokens - begin));
-      part.count = static_cast<std::int32_t>(std::min<std::int64_t>(part.width, used - begin));
-      blocks.push_back(part);
-    }
-  }
-
-  AttentionTile<float> tile;
-  tile.queries = queries.data();
-  tile.limits = limits;
-  tile.rows = rows;
-  tile.head_dim = static_cast<std::int32_t>(head_dim);
-  tile.blocks = blocks.data();
-  tile.num_blocks = static_cast<std::int32_t>(blocks.size());
-  tile.scores = scores.data();
-  tile.output = output.data();
-  ops_.attention_forward(tile);
-  for (std::int32_t r = 0; r < rows; ++r) {
-    const std::int64_t token = item.query_begin + r / group, head = item.kv_head * group + r % group;
-    std::memcpy(attention_.data() + token * config_.q_size() + head * head_dim, output.data() + r * head_dim, row_bytes);
-  }
-}
-
-absl::Status CheckModel(const ModelConfig& config, const WeightLayout& layout) {
-  const auto fault = [&](const auto&... parts) {
-    return absl::InvalidArgumentError(absl::StrCat("model '", config.name, "': ", parts...));
-  };
-  if (layout.format != StorageFormat::kFp32) return fault("the CPU computes with fp32 weights only");
-  if (layout.layers.size() != static_cast<std::size_t>(config.num_layers)) {
-    return fault(config.num_layers, " layers, the weight layout has ", layout.layers.size());
-  }
-  if (config.num_kv_heads < 1 || config.num_heads % config.num_kv_heads != 0 ||
-      config.num_heads / config.num_kv_heads > kAttentionTileRows) {
-    return fault(config.num_heads, " heads over ", config.num_kv_heads, " KV heads; the quotient must be whole and at most ",
-                 kAttentionTileRows);
-  }
-  if (config.head_dim < 2 || config.head_dim % 2 != 0) return fault("head_dim ", config.head_dim, " is not even");
-  return absl::OkStatus();
-}
-
-}  // namespace
-
-std::uint64_t DecoderModel::BlockBytes(const ModelConfig& config, int block_tokens) {
-  return 2 * sizeof(float) * static_cast<std::uint64_t>(config.num_layers) * static_cast<std::uint64_t>(config.kv_size()) *
-         static_cast<std::uint64_t>(block_tokens);
+std::uint64_t DecoderModel::WorkspaceBytes(const ModelConfig& config, const DecoderModelOptions& options) {
+  return options.device == Device::kCuda ? CudaDecoderWorkspaceBytes(config, options) : 0;
 }
 
 absl::StatusOr<std::unique_ptr<DecoderModel>> DecoderModel::Create(const ModelConfig& config, const WeightLayout& layout,
                                                                    const std::byte* weights, std::span<std::byte> kv_cache,
                                                                    const DecoderModelOptions& options) {
-  TANDEM_RETURN_IF_ERROR(CheckModel(config, layout));
+  const auto fault = [&](const auto&... parts) {
+    return absl::InvalidArgumentError(absl::StrCat("model '", config.name, "': ", parts...));
+  };
+  if (layout.layers.size() != static_cast<std::size_t>(config.num_layers)) {
+    return fault(config.num_layers, " layers, the weight layout has ", layout.layers.size());
+  }
+  if (config.num_kv_heads < 1 || config.num_heads % config.num_kv_heads != 0) {
+    return fault(config.num_heads, " heads over ", config.num_kv_heads, " KV heads; the quotient must be whole");
+  }
+  if (config.head_dim < 2 || config.head_dim % 2 != 0) return fault("head_dim ", config.head_dim, " is not even");
   if (options.block_tokens < 1 || options.num_blocks < 1) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("KV cache of ", options.num_blocks, " blocks of ", options.block_tokens, " tokens"));
+    return fault("KV cache of ", options.num_blocks, " blocks of ", options.block_tokens, " tokens");
   }
-  const std::uint64_t needed = static_cast<std::uint64_t>(options.num_blocks) * BlockBytes(config, options.block_tokens);
+  const std::uint64_t needed =
+      static_cast<std::uint64_t>(options.num_blocks) * BlockBytes(config, options.block_tokens, options.kv_dtype);
   if (kv_cache.size() < needed) {
-    return absl::InvalidArgumentError(absl::StrCat("KV cache of ", options.num_blocks, " blocks of ", options.block_tokens,
-                                                   " tokens needs ", needed, " bytes, the region has ", kv_cache.size()));
+    return fault("KV cache of ", options.num_blocks, " blocks of ", options.block_tokens, " tokens needs ", needed,
+                 " bytes, the region has ", kv_cache.size());
   }
-  return std::make_unique<CpuDecoderModel>(config, layout, weights, kv_cache, options);
+  return options.device == Device::kCuda ? CreateCudaDecoderModel(config, layout, weights, kv_cache, options)
+                                         : CreateCpuDecoderModel(config, layout, weights, kv_cache, options);
 }
 
 }  // namespace tandem

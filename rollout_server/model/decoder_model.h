@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "common/base/status.h"
+#include "common/gpu/device.h"
+#include "common/gpu/dtype.h"
 #include "common/model/model_config.h"
 #include "common/model/weight_layout.h"
 
@@ -19,6 +21,7 @@ struct AdapterView {
   const std::byte* slot = nullptr;
   const AdapterLayout* layout = nullptr;
   float scale = 0;
+  std::uint64_t activation_id = 0;  // a slot's bytes change only when this changes; 0: they may have changed, look again
 };
 
 // One step's work, ragged. Example: sequence 0 prefills 3 tokens from position 0, sequence 1 decodes its 9th token:
@@ -36,24 +39,52 @@ struct StepBatch {
 };
 
 struct DecoderModelOptions {
+  Device device = Device::kCpu;
+  DType kv_dtype = DType::kFp32;  // kFp32 on the CPU, kBf16 on the GPU
   int block_tokens = 16;
   int num_blocks = 0;
+  // The largest step, on the GPU: the CPU's activations grow with the step.
+  int max_batch_tokens = 2048;
+  int max_sequences = 256;
+  int max_logit_rows = 256;
+  int max_adapters = 4;       // in one step
+  int max_adapter_rank = 64;  // of any of them
+  // On the GPU, WorkspaceBytes of device memory for everything but weights and KV cache; outlives the model. Unused on the CPU.
+  std::span<std::byte> workspace = {};
+};
+
+// A step's logits where they were made. On the GPU they are there when the stream has come so far.
+struct Logits {
+  const float* data = nullptr;  // [num_rows, vocab_size] fp32
+  std::int64_t num_rows = 0;
+  std::int64_t vocab_size = 0;
+  Device device = Device::kCpu;
+  void* stream = nullptr;  // cudaStream_t; nullptr on the CPU
+
+  std::span<const float> row(std::int64_t i) const { return {data + i * vocab_size, static_cast<std::size_t>(vocab_size)}; }
 };
 
 class DecoderModel {
  public:
   // Bytes of K and V of one block over all layers.
-  static std::uint64_t BlockBytes(const ModelConfig& config, int block_tokens);
-  // `weights` as `layout` says and `kv_cache` (>= num_blocks x BlockBytes) lie in the pool and outlive the model.
+  static std::uint64_t BlockBytes(const ModelConfig& config, int block_tokens, DType kv_dtype);
+  // 0 on the CPU.
+  static std::uint64_t WorkspaceBytes(const ModelConfig& config, const DecoderModelOptions& options);
+  // `weights` as `layout` says (fp32 on the CPU, bf16 on the GPU) and `kv_cache` (>= num_blocks x BlockBytes) lie in the pool, on
+  // `options.device`, and outlive the model. Errors: INVALID_ARGUMENT (model, sizes, types), UNIMPLEMENTED (no device code).
   static absl::StatusOr<std::unique_ptr<DecoderModel>> Create(const ModelConfig& config, const WeightLayout& layout,
                                                               const std::byte* weights, std::span<std::byte> kv_cache,
                                                               const DecoderModelOptions& options);
   virtual ~DecoderModel() = default;
-  // Logits [logit_rows.size(), vocab_size] fp32, valid until the next call. Errors: INTERNAL (LibTorch's words).
-  // A row's logits do not depend on the other sequences of the batch beyond the rounding of the GEMM.
-  virtual absl::StatusOr<std::span<const float>> Run(const StepBatch& batch) = 0;
-  // Copies one block's K and V (a shared prompt's last, partly filled block, before a member writes to it).
+  // One row of logits for each of batch.logit_rows, valid until the next call. On the GPU it only enqueues, on one stream that
+  // the model owns. Errors: INVALID_ARGUMENT (the batch), INTERNAL (LibTorch's or CUDA's words). A row's logits do not depend on
+  // the other sequences of the batch beyond the rounding of the GEMM.
+  virtual absl::StatusOr<Logits> Run(const StepBatch& batch) = 0;
+  // Copies one block's K and V (a shared prompt's last, partly filled block, before a member writes to it). On the GPU enqueued.
   virtual absl::Status CopyBlock(std::int32_t from, std::int32_t to) = 0;
+  // Returns when nothing enqueued so far runs or will run any more: before memory that steps use goes to somebody else.
+  // Errors: INTERNAL (a kernel failed).
+  virtual absl::Status Fence() = 0;
 };
 
 }  // namespace tandem

@@ -48,14 +48,14 @@ StepBatch Prefill(const ModelConfig& config, int batch_size, int prompt, int blo
 }
 
 // The likeliest token of every sequence comes next.
-void Advance(std::span<const float> logits, int vocab_size, int block_tokens, StepBatch* batch) {
+void Advance(const Logits& logits, int block_tokens, StepBatch* batch) {
   const std::size_t sequences = batch->context_lens.size();
   batch->token_ids.resize(sequences);
   batch->positions.resize(sequences);
   batch->slot_mapping.resize(sequences);
   for (std::size_t s = 0; s < sequences; ++s) {
-    const float* row = logits.data() + s * static_cast<std::size_t>(vocab_size);
-    batch->token_ids[s] = static_cast<std::uint32_t>(std::max_element(row, row + vocab_size) - row);
+    const std::span<const float> row = logits.row(static_cast<std::int64_t>(s));
+    batch->token_ids[s] = static_cast<std::uint32_t>(std::max_element(row.begin(), row.end()) - row.begin());
     const std::int32_t position = batch->context_lens[s]++;
     batch->positions[s] = position;
     batch->slot_mapping[s] =
@@ -72,7 +72,7 @@ absl::Status RunBench() {
   constexpr int kBlockTokens = 16;
   const int batch_size = absl::GetFlag(FLAGS_batch), prompt = absl::GetFlag(FLAGS_prompt), tokens = absl::GetFlag(FLAGS_tokens);
   const int blocks_per_sequence = (prompt + tokens + kBlockTokens) / kBlockTokens, num_blocks = batch_size * blocks_per_sequence;
-  const BenchBytes cache(static_cast<std::uint64_t>(num_blocks) * DecoderModel::BlockBytes(config, kBlockTokens));
+  const BenchBytes cache(static_cast<std::uint64_t>(num_blocks) * DecoderModel::BlockBytes(config, kBlockTokens, DType::kFp32));
   TANDEM_ASSIGN_OR_RETURN(const auto model, DecoderModel::Create(config, bench.layout, bench.weights.span().data(), cache.span(),
                                                                  {.block_tokens = kBlockTokens, .num_blocks = num_blocks}));
   AdapterLayout adapter_layout;
@@ -89,11 +89,11 @@ absl::Status RunBench() {
   }
 
   const absl::Time start = absl::Now();
-  TANDEM_ASSIGN_OR_RETURN(std::span<const float> logits, model->Run(batch));
+  TANDEM_ASSIGN_OR_RETURN(Logits logits, model->Run(batch));
   const double prefill_seconds = absl::ToDoubleSeconds(absl::Now() - start);
   std::vector<double> seconds;
   for (int t = 0; t < tokens; ++t) {
-    Advance(logits, config.vocab_size, kBlockTokens, &batch);
+    Advance(logits, kBlockTokens, &batch);
     const absl::Time begin = absl::Now();
     TANDEM_ASSIGN_OR_RETURN(logits, model->Run(batch));
     seconds.push_back(absl::ToDoubleSeconds(absl::Now() - begin));

@@ -1,19 +1,21 @@
-// Draws one token from one row of logits. Order of the transformations: repetition penalty, presence penalty, temperature, top-k,
-// top-p (of what top-k left, renormalised), min-p; then inverse CDF with RandomUniform(seed, position). A pure function of its
-// input: a draw can be repeated after a preemption or a restart. The scratch makes it confined to one thread.
+// Draws one token from each row of a step's logits, on the device where they lie. Order of the transformations: repetition
+// penalty, presence penalty, temperature, top-k, top-p (of what top-k left, renormalised), min-p; then inverse CDF with
+// RandomUniform(seed, position). A draw is a pure function of its row and input: it can be repeated after a preemption or a
+// restart. The scratch makes a sampler confined to one thread.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "common/base/status.h"
+#include "rollout_server/model/decoder_model.h"
 #include "rollout_server/request/rollout_request.h"
 
 namespace tandem {
 
 struct DrawInput {
-  std::span<const float> logits = {};  // [vocab_size] fp32, of the raw policy
   const SamplingParams* params = nullptr;
   std::uint64_t seed = 0;      // of the member
   std::uint32_t position = 0;  // of the token in the completion
@@ -28,25 +30,27 @@ struct DrawnToken {
   float kept_mass = 1;        // that truncation kept, before renormalisation
 };
 
+struct SamplerOptions {
+  Device device = Device::kCpu;
+  int vocab_size = 0;
+  int max_rows = 256;  // of one Draw, on the GPU
+  // Of prompt and completion together, summed over the rows of one Draw that are penalised, on the GPU.
+  std::int64_t max_penalty_tokens = 1 << 20;
+  // On the GPU, WorkspaceBytes of device memory; outlives the sampler. Unused on the CPU.
+  std::span<std::byte> workspace = {};
+};
+
 class Sampler {
  public:
-  // Errors: INTERNAL naming position and what is wrong with the logits (NaN, +inf, or nothing above -inf). CASES C06
-  absl::StatusOr<DrawnToken> Draw(const DrawInput& input);
-
- private:
-  struct Candidate {
-    float logit = 0;
-    std::uint32_t id = 0;
-  };
-  std::span<const float> Penalise(const DrawInput& input);
-  // Fills candidates_ with what truncation keeps, largest first, and returns its mass.
-  double Truncate(std::span<const float> logits, const SamplingParams& params, double total);
-
-  std::vector<float> penalised_;
-  std::vector<std::uint8_t> is_seen_;
-  std::vector<float> exponentials_;
-  std::vector<double> tile_sums_;
-  std::vector<Candidate> candidates_;
+  static std::uint64_t WorkspaceBytes(const SamplerOptions& options);
+  // Errors: INVALID_ARGUMENT (workspace), RESOURCE_EXHAUSTED (pinned memory), UNIMPLEMENTED (no device code).
+  static absl::StatusOr<std::unique_ptr<Sampler>> Create(const SamplerOptions& options);
+  virtual ~Sampler() = default;
+  // Row i of `logits`, which are of the raw policy, with inputs[i]. On the GPU it enqueues behind the logits and then waits for
+  // the stream: when it returns, the step is done. Errors of a row: INTERNAL naming position and what is wrong with its logits
+  // (NaN, +inf, or nothing above -inf; CASES C06), INTERNAL of all rows when a kernel failed; see ContextHealth. Requires:
+  // inputs.size() == logits.num_rows; token ids below the vocabulary's size.
+  virtual std::vector<absl::StatusOr<DrawnToken>> Draw(const Logits& logits, std::span<const DrawInput> inputs) = 0;
 };
 
 }  // namespace tandem

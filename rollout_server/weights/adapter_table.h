@@ -24,7 +24,7 @@ struct Adapter {
   const std::byte* slot = nullptr;
   float scale = 0;
 
-  AdapterView view() const { return {.slot = slot, .layout = layout.get(), .scale = scale}; }
+  AdapterView view() const { return {.slot = slot, .layout = layout.get(), .scale = scale, .activation_id = activation_id}; }
 };
 
 // Checks a publication against the model and the slot's bytes. `region` is the trainer's standing region as this process maps it

@@ -45,7 +45,7 @@ class TestEngine {
     engine_options.max_waiting_sequences = options.max_waiting_sequences;
     engine_options.vocab_size = kVocabSize;
     engine_options.is_paused = options.is_paused;
-    engine = *Engine::Create(engine_options, &model, FakeTokenizer::Numbered(kVocabSize), metrics.get());
+    engine = *Engine::Create(engine_options, &model, sampler.get(), FakeTokenizer::Numbered(kVocabSize), metrics.get());
   }
   ~TestEngine() {
     gate.Open();
@@ -89,6 +89,7 @@ class TestEngine {
   }
 
   FakeModel model;
+  std::unique_ptr<Sampler> sampler = *Sampler::Create({.vocab_size = kVocabSize});
   Gate gate;
   std::unique_ptr<Metrics> metrics;
   std::unique_ptr<Engine> engine;
@@ -118,19 +119,20 @@ std::vector<std::uint32_t> Prompt(std::uint32_t size, std::uint32_t salt) {
 // The completion that model and sampler give without engine and cache; the version of each token by `version_of(position)`.
 Completion Reference(const GroupRequest& group, std::uint32_t member,
                      const std::function<std::uint64_t(std::size_t)>& version_of) {
-  Sampler sampler;
+  const auto sampler = *Sampler::Create({.vocab_size = kVocabSize});
   Completion completion;
   std::uint64_t hash = 0;
   for (std::uint32_t token : *group.prompt) hash = NextHash(hash, token, static_cast<float>(version_of(0)));
   while (completion.ids.size() < group.sampling.max_tokens) {
     const std::size_t position = completion.ids.size();
     const std::vector<float> logits = LogitsOf(hash, kVocabSize);
-    const DrawnToken token = *sampler.Draw({.logits = logits,
-                                            .params = &group.sampling,
-                                            .seed = DeriveSeed(group.sampling.seed, member),
-                                            .position = static_cast<std::uint32_t>(position),
-                                            .prompt = *group.prompt,
-                                            .completion = completion.ids});
+    const DrawInput input = {.params = &group.sampling,
+                             .seed = DeriveSeed(group.sampling.seed, member),
+                             .position = static_cast<std::uint32_t>(position),
+                             .prompt = *group.prompt,
+                             .completion = completion.ids};
+    const DrawnToken token =
+        *sampler->Draw({.data = logits.data(), .num_rows = 1, .vocab_size = kVocabSize}, {&input, 1}).front();
     completion.ids.push_back(token.id);
     completion.rollout_logprobs.push_back(token.rollout_logprob);
     completion.versions.push_back(version_of(position));
@@ -494,7 +496,7 @@ TEST(EngineTest, RefusesOptionsThatCannotWork) {
   options.vocab_size = 10;
   options.max_batch_tokens = 8;
   options.max_sequences = 9;
-  const auto engine = Engine::Create(options, nullptr, nullptr, nullptr);
+  const auto engine = Engine::Create(options, nullptr, nullptr, nullptr, nullptr);
   EXPECT_EQ(engine.status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(engine.status().message()),
               ::testing::AllOf(HasSubstr("max_batch_tokens"), HasSubstr("8"), HasSubstr("9")));

@@ -19,13 +19,15 @@ using testing::NaiveTransformer;
 using testing::TinyAdapter;
 using testing::TinyModel;
 using Ids = std::vector<std::uint32_t>;
-using Logits = std::vector<float>;
+using Row = std::vector<float>;
 
 // Feeds sequences to a model chunk by chunk; each keeps its own blocks, drawn in an order that is not the natural one.
 class Runner {
  public:
   Runner(const TinyModel& model, int block_tokens, int num_blocks = 64)
-      : model_(model), block_tokens_(block_tokens), cache_(num_blocks * DecoderModel::BlockBytes(model.config, block_tokens)) {
+      : model_(model),
+        block_tokens_(block_tokens),
+        cache_(num_blocks * DecoderModel::BlockBytes(model.config, block_tokens, DType::kFp32)) {
     // What a former holder of the memory left must not matter.
     std::fill_n(cache_.floats(), cache_.span().size() / sizeof(float), std::numeric_limits<float>::quiet_NaN());
     auto created = DecoderModel::Create(model.config, model.layout, model.weights->data(), cache_.span(),
@@ -42,7 +44,7 @@ class Runner {
   };
 
   // Logits of every row of the chunks, in order.
-  std::vector<Logits> Step(const std::vector<Chunk>& chunks, const std::vector<AdapterView>& adapters = {}) {
+  std::vector<Row> Step(const std::vector<Chunk>& chunks, const std::vector<AdapterView>& adapters = {}) {
     StepBatch batch;
     batch.cu_query_lens.push_back(0);
     batch.adapters = adapters;
@@ -67,12 +69,8 @@ class Runner {
     last_ = batch;
     const auto logits = decoder_->Run(batch);
     EXPECT_TRUE(logits.ok()) << logits.status();
-    std::vector<Logits> rows;
-    const std::size_t vocab = static_cast<std::size_t>(model_.config.vocab_size);
-    for (std::size_t row = 0; row < batch.logit_rows.size(); ++row) {
-      rows.emplace_back(logits->begin() + static_cast<std::ptrdiff_t>(row * vocab),
-                        logits->begin() + static_cast<std::ptrdiff_t>((row + 1) * vocab));
-    }
+    std::vector<Row> rows;
+    for (std::int64_t i = 0; i < logits->num_rows; ++i) rows.emplace_back(logits->row(i).begin(), logits->row(i).end());
     return rows;
   }
 
@@ -99,12 +97,12 @@ Ids RandomIds(std::uint64_t seed, std::size_t count) {
   return ids;
 }
 
-void ExpectClose(const Logits& row, const std::vector<double>& expected, double tolerance, const std::string& what) {
+void ExpectClose(const Row& row, const std::vector<double>& expected, double tolerance, const std::string& what) {
   for (std::size_t j = 0; j < row.size(); ++j)
     ASSERT_NEAR(static_cast<double>(row[j]), expected[j], tolerance) << what << ", token " << j;
 }
 
-void ExpectClose(const std::vector<Logits>& rows, const std::vector<std::vector<double>>& expected, std::size_t first,
+void ExpectClose(const std::vector<Row>& rows, const std::vector<std::vector<double>>& expected, std::size_t first,
                  double tolerance) {
   for (std::size_t r = 0; r < rows.size(); ++r)
     ExpectClose(rows[r], expected[first + r], tolerance, "row " + std::to_string(first + r));
@@ -252,7 +250,7 @@ TEST(DecoderModel, ACopiedBlockServesASecondSequence) {
   batch.slot_mapping[0] = to * 8 + 6;
   const auto logits = runner.decoder().Run(batch);
   ASSERT_TRUE(logits.ok()) << logits.status();
-  EXPECT_EQ(Logits(logits->begin(), logits->end()), expected[0]);
+  EXPECT_EQ(Row(logits->row(0).begin(), logits->row(0).end()), expected[0]);
   EXPECT_EQ(runner.decoder().CopyBlock(0, 64).code(), absl::StatusCode::kInvalidArgument);
 }
 

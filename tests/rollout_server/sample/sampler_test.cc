@@ -18,12 +18,17 @@ using ::testing::HasSubstr;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
+absl::StatusOr<DrawnToken> DrawRow(const std::vector<float>& row, const DrawInput& input) {
+  const auto sampler = Sampler::Create({.vocab_size = static_cast<int>(row.size())});
+  const Logits logits = {.data = row.data(), .num_rows = 1, .vocab_size = static_cast<std::int64_t>(row.size())};
+  return (*sampler)->Draw(logits, {&input, 1}).front();
+}
+
 DrawnToken Draw(const std::vector<float>& logits, const SamplingParams& params, std::uint64_t seed = 1,
                 std::uint32_t position = 0, const std::vector<std::uint32_t>& prompt = {},
                 const std::vector<std::uint32_t>& completion = {}) {
-  Sampler sampler;
-  const absl::StatusOr<DrawnToken> token = sampler.Draw(
-      {.logits = logits, .params = &params, .seed = seed, .position = position, .prompt = prompt, .completion = completion});
+  const absl::StatusOr<DrawnToken> token =
+      DrawRow(logits, {.params = &params, .seed = seed, .position = position, .prompt = prompt, .completion = completion});
   EXPECT_TRUE(token.ok()) << token.status();
   return token.ok() ? *token : DrawnToken();
 }
@@ -153,14 +158,13 @@ TEST(SamplerTest, PenaltiesTouchWhatWasSaidOnce) {
   const DrawnToken token =
       Draw(logits, {.temperature = 0, .repetition_penalty = 2, .presence_penalty = 1.5}, 0, 0, {0, 1, 0}, {2, 2});
   EXPECT_EQ(token.id, 0u);
-  Sampler sampler;
   const std::vector<std::uint32_t> prompt = {0, 1, 0};
   const std::vector<std::uint32_t> completion = {2, 2};
   const double total = std::exp(1) + std::exp(-2) + std::exp(0) + std::exp(0.5);
   const std::vector<double> penalised = {1, -2, 0, 0.5};
   for (std::uint64_t seed = 0; seed < 50; ++seed) {
-    const DrawnToken drawn = *sampler.Draw(
-        {.logits = logits, .params = &params, .seed = seed, .position = 2, .prompt = prompt, .completion = completion});
+    const DrawnToken drawn =
+        *DrawRow(logits, {.params = &params, .seed = seed, .position = 2, .prompt = prompt, .completion = completion});
     EXPECT_NEAR(drawn.rollout_logprob, penalised[drawn.id] - std::log(total), 1e-5);
     EXPECT_NEAR(drawn.raw_logprob, logits[drawn.id] - std::log(std::exp(2) + std::exp(-1) + std::exp(3) + std::exp(0.5)), 1e-5);
   }
@@ -173,17 +177,16 @@ TEST(SamplerTest, MaskedLogitsAreNeverDrawn) {
 
 // CASES C06
 TEST(SamplerTest, RefusesLogitsThatAreNoNumbers) {
-  Sampler sampler;
   const SamplingParams params;
   for (std::size_t bad : {0u, 3u, 4u}) {
     std::vector<float> logits(5, 1.0f);
     logits[bad] = kNan;
-    const absl::StatusOr<DrawnToken> token = sampler.Draw({.logits = logits, .params = &params, .position = 17});
+    const absl::StatusOr<DrawnToken> token = DrawRow(logits, {.params = &params, .position = 17});
     ASSERT_FALSE(token.ok());
     EXPECT_THAT(std::string(token.status().message()), HasSubstr("NaN logits at completion position 17"));
   }
-  EXPECT_FALSE(sampler.Draw({.logits = std::vector<float>{1, kInfinity}, .params = &params}).ok());
-  EXPECT_FALSE(sampler.Draw({.logits = std::vector<float>{-kInfinity, -kInfinity}, .params = &params}).ok());
+  EXPECT_FALSE(DrawRow({1, kInfinity}, {.params = &params}).ok());
+  EXPECT_FALSE(DrawRow({-kInfinity, -kInfinity}, {.params = &params}).ok());
 }
 
 TEST(SoftmaxTest, ExponentialIsAccurateOverItsRange) {

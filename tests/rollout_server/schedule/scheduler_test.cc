@@ -60,16 +60,16 @@ class Driver {
     const StepBatch batch = BuildStepBatch(plan, scheduler_, block_tokens_, [&](const Sequence& sequence) {
       return std::optional<AdapterView>({.scale = static_cast<float>(versions_[jobs_.at(sequence.id)])});
     });
-    const absl::StatusOr<std::span<const float>> logits = model_.Run(batch);
+    const absl::StatusOr<Logits> logits = model_.Run(batch);
     EXPECT_TRUE(logits.ok()) << logits.status();
     if (!logits.ok()) return false;
     scheduler_.Computed(plan);
     plans_.push_back(plan);
-    std::size_t row = 0;
+    std::int64_t row = 0;
     for (const PlannedSequence& planned : plan.sequences) {
       if (!planned.draws) continue;
-      const auto begin = logits->begin() + kVocabSize * row++;
-      scheduler_.Append(planned.id, static_cast<std::uint32_t>(std::max_element(begin, begin + kVocabSize) - begin));
+      const std::span<const float> values = logits->row(row++);
+      scheduler_.Append(planned.id, static_cast<std::uint32_t>(std::max_element(values.begin(), values.end()) - values.begin()));
       const Sequence& sequence = scheduler_.sequence(planned.id);
       if (sequence.completion.size() == max_tokens_.at(planned.id)) End(planned.id, &completions_);
     }

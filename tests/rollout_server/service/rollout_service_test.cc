@@ -54,7 +54,7 @@ class RolloutServiceTest : public ::testing::Test {
     engine_options.max_sequences = 64;
     engine_options.max_waiting_sequences = max_waiting_sequences;
     engine_options.vocab_size = kVocabSize;
-    engine_ = *Engine::Create(engine_options, &model_, FakeTokenizer::Numbered(kVocabSize), metrics_.get());
+    engine_ = *Engine::Create(engine_options, &model_, sampler_.get(), FakeTokenizer::Numbered(kVocabSize), metrics_.get());
     RolloutServiceOptions options;
     options.limits = {.vocab_size = kVocabSize, .max_positions = 100000, .pool_tokens = 8000, .max_sequences = 100};
     options.config.name = "fake";
@@ -123,6 +123,7 @@ class RolloutServiceTest : public ::testing::Test {
   static absl::Status Finish(Call* call) { return FromGrpc(call->stream->Finish()); }
 
   FakeModel model_;
+  std::unique_ptr<Sampler> sampler_ = *Sampler::Create({.vocab_size = kVocabSize});
   Gate gate_;
   std::vector<std::byte> region_;
   std::unique_ptr<Metrics> metrics_;

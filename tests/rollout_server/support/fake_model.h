@@ -72,7 +72,7 @@ class FakeModel final : public DecoderModel {
   FakeModel(int num_blocks, int block_tokens, int vocab_size)
       : block_tokens_(block_tokens), vocab_size_(vocab_size), cache_(static_cast<std::size_t>(num_blocks) * block_tokens) {}
 
-  absl::StatusOr<std::span<const float>> Run(const StepBatch& batch) override {
+  absl::StatusOr<Logits> Run(const StepBatch& batch) override {
     if (gate != nullptr) gate->Enter();
     ++num_runs;
     if (fail_next) {
@@ -110,7 +110,8 @@ class FakeModel final : public DecoderModel {
       }
       logits_.insert(logits_.end(), logits.begin(), logits.end());
     }
-    return std::span<const float>(logits_);
+    return Logits{
+        .data = logits_.data(), .num_rows = static_cast<std::int64_t>(batch.logit_rows.size()), .vocab_size = vocab_size_};
   }
 
   absl::Status CopyBlock(std::int32_t from, std::int32_t to) override {
@@ -118,6 +119,8 @@ class FakeModel final : public DecoderModel {
     for (int i = 0; i < block_tokens_; ++i) cache_[to * block_tokens_ + i] = cache_[from * block_tokens_ + i];
     return absl::OkStatus();
   }
+
+  absl::Status Fence() override { return absl::OkStatus(); }
 
   Gate* gate = nullptr;
   bool fail_next = false;

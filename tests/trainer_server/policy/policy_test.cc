@@ -164,7 +164,7 @@ TEST(Policy, ATokensRolloutLogprobEqualsTheTrainers) {
   std::size_t row = 0;
   for (const Group& group : groups) {
     for (const Ids& completion : group.completions) {
-      AlignedBytes cache(16 * DecoderModel::BlockBytes(base.config, 16));
+      AlignedBytes cache(16 * DecoderModel::BlockBytes(base.config, 16, DType::kFp32));
       const auto decoder = DecoderModel::Create(base.config, base.layout, base.weights->data(), cache.span(),
                                                 {.block_tokens = 16, .num_blocks = 16});
       ASSERT_TRUE(decoder.ok());
@@ -185,7 +185,7 @@ TEST(Policy, ATokensRolloutLogprobEqualsTheTrainers) {
         batch.adapters = {{adapter.slot->data(), &adapter.layout, adapter.scale}};
         const auto logits = (*decoder)->Run(batch);
         ASSERT_TRUE(logits.ok()) << logits.status();
-        const std::vector<double> z(logits->begin(), logits->end());
+        const std::vector<double> z(logits->row(0).begin(), logits->row(0).end());
         EXPECT_NEAR(NaiveTransformer::LogProb(z, token), scores.logprobs[row++], 1e-4);
         next = {token};
       }

@@ -78,11 +78,7 @@ class Sequence {
     const auto logits = decoder_->Run(batch);
     EXPECT_TRUE(logits.ok()) << logits.status();
     std::vector<std::vector<double>> rows;
-    const std::ptrdiff_t vocab = Model().config.vocab_size;
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-      const auto first = logits->begin() + static_cast<std::ptrdiff_t>(i) * vocab;
-      rows.emplace_back(first, first + vocab);
-    }
+    for (std::int64_t i = 0; i < logits->num_rows; ++i) rows.emplace_back(logits->row(i).begin(), logits->row(i).end());
     return rows;
   }
 
