@@ -1,0 +1,13 @@
+// Stands in for cuda_decoder_model.cc where the build has no device code.
+#include "rollout_server/model/decoder_backends.h"
+
+namespace tandem {
+
+absl::StatusOr<std::unique_ptr<DecoderModel>> CreateCudaDecoderModel(const ModelConfig&, const WeightLayout&, const std::byte*,
+                                                                     std::span<std::byte>, const DecoderModelOptions&) {
+  return BuiltWithoutCuda("decoder model");
+}
+
+std::uint64_t CudaDecoderWorkspaceBytes(const ModelConfig&, const DecoderModelOptions&) { return 0; }
+
+}  // namespace tandem
