@@ -1,13 +1,14 @@
 // One warp a (row, head), four warps a block; a lane holds every 32nd feature. The forward pass walks over the row's keys with an
-// online softmax, four keys at a time to hide the reductions; the backward pass walks over them again for dq, then one warp a (key,
-// KV head) walks over the rows that see the key for dk and dv. Each key is read by every row that sees it, mostly from L2: right
-// before fast.
+// online softmax, four keys at a time to hide the reductions; the backward pass walks over them again for dq, then one warp a
+// (key, KV head) walks over the rows that see the key for dk and dv. Each key is read by every row that sees it, mostly from L2:
+// right before fast.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <limits>
 
 #include "common/gpu/cuda_status.h"
+#include "kernels/base/device_elements.cuh"
 #include "kernels/packed_attention/packed_attention.h"
 
 namespace tandem {
@@ -16,11 +17,6 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kKeys = 4;  // of one round of the online softmax
 constexpr int kMaxHeadDim = 256;
-
-__device__ void Store(float* place, float value) { *place = value; }
-__device__ void Store(__nv_bfloat16* place, float value) { *place = __float2bfloat16(value); }
-__device__ float Load(const float* place) { return *place; }
-__device__ float Load(const __nv_bfloat16* place) { return __bfloat162float(*place); }
 
 __device__ float WarpSum(float value) {
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
@@ -38,13 +34,13 @@ struct Lane {
   template <typename Element>
   __device__ void LoadFrom(const Element* row, int lane, int head_dim) {
 #pragma unroll
-    for (int i = 0; i < kFeatures; ++i) values[i] = i * 32 + lane < head_dim ? Load(row + i * 32 + lane) : 0.f;
+    for (int i = 0; i < kFeatures; ++i) values[i] = i * 32 + lane < head_dim ? AsFloat(row[i * 32 + lane]) : 0.f;
   }
   template <typename Element>
   __device__ void StoreTo(Element* row, int lane, int head_dim, float factor) const {
 #pragma unroll
     for (int i = 0; i < kFeatures; ++i) {
-      if (i * 32 + lane < head_dim) Store(row + i * 32 + lane, values[i] * factor);
+      if (i * 32 + lane < head_dim) SetElement(row + i * 32 + lane, values[i] * factor);
     }
   }
   __device__ void AddScaled(const Lane& other, float factor) {

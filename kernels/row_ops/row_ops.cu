@@ -6,6 +6,7 @@
 
 #include "common/base/random.h"
 #include "common/gpu/cuda_status.h"
+#include "kernels/base/device_elements.cuh"
 #include "kernels/row_ops/row_ops.h"
 
 namespace tandem {
@@ -13,11 +14,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMaxBlocks = 4096;
-
-__device__ void Store(float* place, float value) { *place = value; }
-__device__ void Store(__nv_bfloat16* place, float value) { *place = __float2bfloat16(value); }
-__device__ float Load(const float* place) { return *place; }
-__device__ float Load(const __nv_bfloat16* place) { return __bfloat162float(*place); }
 
 __device__ std::int64_t FirstIndex() { return static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
 __device__ std::int64_t Stride() { return static_cast<std::int64_t>(gridDim.x) * kThreads; }
@@ -35,7 +31,7 @@ template <typename Element>
 __global__ void AddKernel(AddParams params) {
   auto* y = static_cast<Element*>(params.y);
   const auto* x = static_cast<const Element*>(params.x);
-  for (std::int64_t i = FirstIndex(); i < params.count; i += Stride()) Store(y + i, Load(y + i) + Load(x + i));
+  for (std::int64_t i = FirstIndex(); i < params.count; i += Stride()) SetElement(y + i, AsFloat(y[i]) + AsFloat(x[i]));
 }
 
 template <typename Element>
@@ -44,7 +40,7 @@ __global__ void DropoutKernel(DropoutParams params, float keep) {
   const std::int64_t first = params.first_row * params.width;
   for (std::int64_t i = FirstIndex(); i < params.num_rows * params.width; i += Stride()) {
     const bool is_kept = RandomUniform(params.seed, static_cast<std::uint64_t>(first + i)) >= params.probability;
-    Store(x + i, is_kept ? Load(x + i) * keep : 0.f);
+    SetElement(x + i, is_kept ? AsFloat(x[i]) * keep : 0.f);
   }
 }
 
@@ -57,9 +53,9 @@ __global__ void SumRowsKernel(SumRowsParams params) {
     float sum = 0;
     for (std::int32_t m = begin; m < end; ++m) {
       const std::int64_t row = params.members[m];
-      sum += (params.factors == nullptr ? 1.f : params.factors[row]) * Load(input + row * params.width + i);
+      sum += (params.factors == nullptr ? 1.f : params.factors[row]) * AsFloat(input[row * params.width + i]);
     }
-    Store(output + i, sum);
+    SetElement(output + i, sum);
   }
 }
 

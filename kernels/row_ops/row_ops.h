@@ -1,5 +1,5 @@
-// Small passes over rows between the larger kernels of a training step. Device only; all pointers are device memory. `stream` is a
-// cudaStream_t. Errors: INVALID_ARGUMENT (dtype), UNIMPLEMENTED (no device code in this build), INTERNAL (launch).
+// Small passes over rows between the larger kernels of a training step. Device only; all pointers are device memory. `stream` is
+// a cudaStream_t. Errors: INVALID_ARGUMENT (dtype), UNIMPLEMENTED (no device code in this build), INTERNAL (launch).
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ struct AddParams {
 };
 absl::Status Add(const AddParams& params, void* stream);
 
-// LoRA dropout: element (row, i) is kept and divided by (1 - probability) where RandomUniform(seed, (first_row + row) width + i) >=
-// probability, else it becomes 0. The same mask on any device.
+// LoRA dropout: element (row, i) is kept and divided by (1 - probability) where RandomUniform(seed, (first_row + row) width + i)
+// >= probability, else it becomes 0. The same mask on any device.
 struct DropoutParams {
   DType dtype = DType::kFp32;  // fp32, bf16
   void* x = nullptr;           // [num_rows, width]
@@ -42,9 +42,9 @@ absl::Status Dropout(const DropoutParams& params, void* stream);
 // output[r] <- sum of factors[n] input[n] over n = members[offsets[r]] ... members[offsets[r + 1] - 1], in that order, in fp32.
 // Example: input rows 0, 1, 2 with rows 0 and 2 going to output 0: offsets [0, 2, 3], members [0, 2, 1].
 struct SumRowsParams {
-  DType dtype = DType::kFp32;     // of input and output: fp32, bf16
-  const void* input = nullptr;    // [*, width]
-  const float* factors = nullptr;  // one a row of input, or null: 1
+  DType dtype = DType::kFp32;             // of input and output: fp32, bf16
+  const void* input = nullptr;            // [*, width]
+  const float* factors = nullptr;         // one a row of input, or null: 1
   const std::int32_t* offsets = nullptr;  // [num_rows + 1]
   const std::int32_t* members = nullptr;  // [offsets[num_rows]]
   void* output = nullptr;                 // [num_rows, width]; not the input

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "common/gpu/cuda_status.h"
+#include "kernels/base/device_elements.cuh"
 #include "kernels/token_logprob/token_logprob.h"
 
 namespace tandem {
@@ -25,11 +26,6 @@ __device__ Real Slope(Real z, const HeadLogitTransform& transform) {
   const Real bent = transform.softcap == 0 ? Real{0} : z * transform.temperature / transform.softcap;
   return static_cast<Real>(transform.logit_scale) / transform.temperature * (1 - bent * bent);
 }
-
-__device__ void Store(float* place, float value) { *place = value; }
-__device__ void Store(__nv_bfloat16* place, float value) { *place = __float2bfloat16(value); }
-__device__ float Load(const float* place) { return *place; }
-__device__ float Load(const __nv_bfloat16* place) { return __bfloat162float(*place); }
 
 // Every thread gets the result; partial results are combined in a fixed order.
 __device__ float BlockMax(float value) {
@@ -95,7 +91,7 @@ __global__ void __launch_bounds__(kThreads) TileKernel(TokenLogprobTileParams pa
     const float weight = i == target ? 0.f : expf(distance);
     sum += weight;
     if (weight != 0) shifted += distance * weight;
-    if (gradient != nullptr) Store(gradient + i, weight * Slope(logit, params.transform));
+    if (gradient != nullptr) SetElement(gradient + i, weight * Slope(logit, params.transform));
   }
   state.sum += BlockSum(sum);
   state.shifted += BlockSum(shifted);
@@ -126,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) FinishKernel(TokenLogprobFinishParam
   const Element* weight = static_cast<const Element*>(params.weight) + params.targets[row] * params.width;
   Element* unit = static_cast<Element*>(params.unit_gradient) + row * params.width;
   for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(params.width); i += kThreads) {
-    Store(unit + i, pulled[i] * pull + push * Load(weight + i));
+    SetElement(unit + i, pulled[i] * pull + push * AsFloat(weight[i]));
   }
 }
 
@@ -145,12 +141,12 @@ __global__ void __launch_bounds__(kThreads) GradientKernel(TokenLogprobGradientP
     const float logit = Logit(products[i], params.transform);
     if (i == target) {
       const double slope = Slope(static_cast<double>(logit), params.transform);
-      Store(gradient + i, static_cast<float>((-expm1(logprob) * g - exp(logprob) * e * (logprob + entropy)) * slope));
+      SetElement(gradient + i, static_cast<float>((-expm1(logprob) * g - exp(logprob) * e * (logprob + entropy)) * slope));
       continue;
     }
     const float distance = logit - lse, weight = expf(distance);
     const float bracket = weight == 0 ? 0.f : weight * (g0 + g1 * distance);
-    Store(gradient + i, bracket * Slope(logit, params.transform));
+    SetElement(gradient + i, bracket * Slope(logit, params.transform));
   }
 }
 

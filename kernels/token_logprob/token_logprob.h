@@ -2,9 +2,9 @@
 // vocabulary columns). Formulas, and the CPU path that the tests compare with: trainer_server/policy/linear_logprob.h. The target
 // column stays out of all sums and comes in once at the end, in the form 1 - p = -expm1(logp).
 //
-// u = h . w_j; z = softcap tanh(logit_scale u / softcap) / temperature (no softcap: logit_scale u / temperature). Device only; all
-// pointers are device memory. `stream` is a cudaStream_t. Errors: INVALID_ARGUMENT (shape), UNIMPLEMENTED (no device code in this
-// build), INTERNAL (launch).
+// u = h . w_j; z = softcap tanh(logit_scale u / softcap) / temperature (no softcap: logit_scale u / temperature). Device only;
+// all pointers are device memory. `stream` is a cudaStream_t. Errors: INVALID_ARGUMENT (shape), UNIMPLEMENTED (no device code in
+// this build), INTERNAL (launch).
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ struct HeadLogitTransform {
   float softcap = 0;  // 0: none
 };
 
-// What one row has seen of the vocabulary. sum and shifted: e^{z - top} and (z - top) e^{z - top} over all columns but the target.
+// What one row has seen of the vocabulary. sum and shifted: e^{z - top} and (z - top) e^{z - top} over all columns but the
+// target.
 struct TokenLogprobState {
   double top = 0;
   double sum = 0;
@@ -34,7 +35,7 @@ struct TokenLogprobTileParams {
   float* products = nullptr;  // [num_rows, num_columns] u; left as z
   std::int64_t num_rows = 0;
   std::int64_t num_columns = 0;
-  std::int64_t first_column = 0;         // of the tile in the vocabulary; at 0 the states begin
+  std::int64_t first_column = 0;          // of the tile in the vocabulary; at 0 the states begin
   const std::int32_t* targets = nullptr;  // [num_rows], in the vocabulary
   TokenLogprobState* states = nullptr;    // [num_rows]
   HeadLogitTransform transform;
@@ -54,10 +55,10 @@ struct TokenLogprobFinishParams {
   double* logprobs = nullptr;  // [num_rows]
   double* lse = nullptr;
   double* entropies = nullptr;
-  DType dtype = DType::kFp32;      // of weight and unit gradient: fp32, bf16
-  const float* pulled = nullptr;   // [num_rows, width]; null: no gradient is wanted
-  const void* weight = nullptr;    // [vocab_size, width]
-  void* unit_gradient = nullptr;   // [num_rows, width]
+  DType dtype = DType::kFp32;     // of weight and unit gradient: fp32, bf16
+  const float* pulled = nullptr;  // [num_rows, width]; null: no gradient is wanted
+  const void* weight = nullptr;   // [vocab_size, width]
+  void* unit_gradient = nullptr;  // [num_rows, width]
   std::int64_t width = 0;
 };
 absl::Status TokenLogprobFinish(const TokenLogprobFinishParams& params, void* stream);
