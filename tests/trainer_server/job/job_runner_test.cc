@@ -265,7 +265,9 @@ TEST_F(JobRunnerTest, JobLearnsAndIsWatchedBrowsedAndExported) {
   std::uint64_t pool_bytes = 0;
   for (const v1::OwnedBytes& entry : trainer_status.ledger()) pool_bytes += entry.bytes();
   EXPECT_EQ(pool_bytes, 8u << 20);
-  // The job has ended: its series are gone, its adapter can still be asked for.
+  // The job has ended: its series are gone, its adapter can still be asked for. The runner tidies up after it told the end.
+  const absl::Time deadline = absl::Now() + absl::Seconds(10);
+  while (trainer->standing_.num_pieces() != 2 && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(5));
   EXPECT_EQ(trainer->metrics_->Text().find(*job), std::string::npos);
   EXPECT_EQ(rollout_.version(*job), 13u);
   EXPECT_EQ(trainer->standing_.num_pieces(), 2u);

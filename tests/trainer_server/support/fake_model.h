@@ -2,6 +2,7 @@
 #pragma once
 
 #include <unistd.h>
+#include <atomic>
 
 #include <algorithm>
 #include <cmath>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "common/base/check.h"
+#include "common/base/mutex.h"
 #include "common/base/random.h"
 #include "common/model/prompt_encoder.h"
 #include "common/sharing/pool_member.h"
@@ -172,6 +174,8 @@ class FakePool final : public PoolMember {
  public:
   FakePool() : memory_(kBytes) {}
   v1::PoolService::Service* service() override { return nullptr; }
+  Device device() const override { return Device::kCpu; }
+  absl::Status health() const override { return absl::OkStatus(); }
   void Offer(PoolEvents) override {}
   void Stop() override {}
   std::span<std::byte> region(v1::RegionKind kind) const override {
@@ -217,19 +221,20 @@ class FakePool final : public PoolMember {
   v1::LeaseState lease() const override { return {}; }
   bool holds_elastic() const override { return holds_; }
 
-  int num_acquire_failures = 0, num_release_failures = 0, num_phases = 0;
+  std::atomic<int> num_acquire_failures = 0, num_release_failures = 0, num_phases = 0;
 
  private:
   static constexpr std::size_t kBytes = 8 << 20;
   mutable std::vector<std::byte> memory_;
-  bool holds_ = false;
+  std::atomic<bool> holds_ = false;
 };
 
-// First fit over a list; enough for a few pieces.
+// First fit over a list; enough for a few pieces. Thread-safe.
 class FakeStanding final : public StandingAllocator {
  public:
   explicit FakeStanding(std::span<std::byte> region) : region_(region) {}
   absl::StatusOr<std::span<std::byte>> Allocate(std::uint64_t size_bytes, const std::string& owner) override {
+    MutexLock lock(&mutex_);
     std::size_t begin = 0;
     auto place = pieces_.begin();
     for (; place != pieces_.end() && place->begin < begin + size_bytes; ++place)
@@ -241,9 +246,11 @@ class FakeStanding final : public StandingAllocator {
     return piece;
   }
   void Free(std::span<std::byte> piece) override {
+    MutexLock lock(&mutex_);
     pieces_.remove_if([&](const Piece& p) { return region_.data() + p.begin == piece.data(); });
   }
   std::vector<v1::OwnedBytes> Ledger() const override {
+    MutexLock lock(&mutex_);
     std::vector<v1::OwnedBytes> ledger(1);
     std::uint64_t used = 0;
     for (const Piece& piece : pieces_) {
@@ -258,7 +265,10 @@ class FakeStanding final : public StandingAllocator {
     ledger[0].set_in_pool(true);
     return ledger;
   }
-  std::size_t num_pieces() const { return pieces_.size(); }
+  std::size_t num_pieces() const {
+    MutexLock lock(&mutex_);
+    return pieces_.size();
+  }
 
  private:
   struct Piece {
@@ -266,7 +276,8 @@ class FakeStanding final : public StandingAllocator {
     std::string owner;
   };
   const std::span<std::byte> region_;
-  std::list<Piece> pieces_;
+  mutable Mutex mutex_;
+  std::list<Piece> pieces_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace tandem
