@@ -3,6 +3,7 @@
 
 namespace tandem::internal {
 
+absl::StatusOr<std::unique_ptr<Gemm>> CreateCudaGemm(std::span<std::byte>) { return BuiltWithoutCuda("gemm"); }
 absl::Status RmsNormCuda(const RmsNormParams&, void*) { return BuiltWithoutCuda("rms_norm"); }
 absl::Status RmsNormBackwardCuda(const RmsNormBackwardParams&, void*) { return BuiltWithoutCuda("rms_norm_backward"); }
 

@@ -1,6 +1,7 @@
 // Matrix products by cuBLASLt (device) or LibTorch-free loops (reference): c = beta c + alpha a b, accumulated in fp32.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -10,7 +11,8 @@
 
 namespace tandem {
 
-// A view: element (i, j) lies at data + i row_stride + j column_stride. One of the strides is 1.
+// A view: element (i, j) lies at data + i row_stride + j column_stride. One of the strides is 1; that of a single row or column
+// is not looked at.
 struct MatrixView {
   const void* data = nullptr;
   DType dtype = DType::kFp32;
@@ -31,15 +33,21 @@ struct GemmParams {
   float beta = 0;  // 0: what c held is not read
 };
 
-// Keeps a cuBLASLt handle and, per shape and types, the algorithm found best. fp32 products are true fp32, never TF32. Confined
-// to one thread and stream at a time.
+inline constexpr std::size_t kGemmWorkspaceBytes = std::size_t{32} << 20;
+
+// Keeps a cuBLASLt handle and, per shape and types, the algorithm that its heuristics name first. fp32 products are true fp32,
+// never TF32. Confined to one thread and stream at a time.
 class Gemm {
  public:
-  // `workspace`: device memory, 32 MiB recommended; outlives the Gemm. On the CPU it may be empty. Errors: INTERNAL.
+  // `workspace`: device memory, kGemmWorkspaceBytes recommended; outlives the Gemm. On the CPU it may be empty. Errors: INTERNAL.
   static absl::StatusOr<std::unique_ptr<Gemm>> Create(Device device, std::span<std::byte> workspace);
   virtual ~Gemm() = default;
-  // Nothing is launched when m or n is 0. Errors: INVALID_ARGUMENT naming shapes, strides or types; INTERNAL (cuBLASLt).
+  // Nothing is launched when m or n is 0; k is 1 or more. Errors: INVALID_ARGUMENT naming shapes, strides or types; INTERNAL
+  // (cuBLASLt).
   virtual absl::Status Run(const GemmParams& params, void* stream) = 0;
 };
+
+// What Run refuses.
+absl::Status CheckGemm(const GemmParams& params);
 
 }  // namespace tandem

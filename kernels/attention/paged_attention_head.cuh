@@ -1,0 +1,45 @@
+// FlashInfer's paged prefill for one head size. Each size is a file of its own: a size costs 20 s to compile.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cmath>
+#include <exception>
+#include <flashinfer/attention/default_prefill_params.cuh>
+#include <flashinfer/attention/mask.cuh>
+#include <flashinfer/attention/prefill.cuh>
+#include <flashinfer/attention/scheduler.cuh>
+#include <flashinfer/attention/variants.cuh>
+
+#include "common/gpu/cuda_status.h"
+#include "kernels/attention/paged_attention.h"
+
+namespace tandem::internal {
+
+using PagedPrefillParams = flashinfer::BatchPrefillPagedParams<__nv_bfloat16, __nv_bfloat16, __nv_bfloat16, std::int32_t>;
+
+template <std::uint32_t kHeadDim>
+cudaError_t LaunchPagedPrefill(const PagedPrefillParams& params, std::int64_t tile, __nv_bfloat16* partial_output,
+                               float* partial_lse, cudaStream_t stream) {
+  namespace fi = flashinfer;
+  using Variant = fi::DefaultAttention</*use_custom_mask=*/false, /*use_sliding_window=*/false, /*use_logits_soft_cap=*/false,
+                                       /*use_alibi=*/false>;
+  const auto launch = [&]<std::uint32_t kTile>() {
+    return fi::BatchPrefillWithPagedKVCacheDispatched<kTile, kHeadDim, kHeadDim, fi::PosEncodingMode::kNone,
+                                                      /*USE_FP16_QK_REDUCTION=*/false, fi::MaskMode::kCausal, Variant>(
+        params, partial_output, partial_lse, /*enable_pdl=*/false, stream);
+  };
+  switch (tile) {
+    case 16: return launch.template operator()<16>();
+    case 64: return launch.template operator()<64>();
+    case 128: return launch.template operator()<128>();
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+cudaError_t LaunchPagedPrefill64(const PagedPrefillParams& params, std::int64_t tile, __nv_bfloat16* partial_output,
+                                 float* partial_lse, cudaStream_t stream);
+cudaError_t LaunchPagedPrefill128(const PagedPrefillParams& params, std::int64_t tile, __nv_bfloat16* partial_output,
+                                  float* partial_lse, cudaStream_t stream);
+
+}  // namespace tandem::internal

@@ -1,0 +1,63 @@
+// Between the qkv product and attention: keys and queries rotated, keys and values written into their pages; and the table of
+// cosines and sines that this reads.
+//
+// A page of the bf16 cache is one piece, [num_layers, 2 (keys, values), page_tokens, num_kv_heads, head_dim]: a block is copied at
+// once, and the cache can grow and shrink at one end.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "common/gpu/device.h"
+#include "common/gpu/dtype.h"
+
+namespace tandem {
+
+struct RopeTableParams {
+  const double* frequencies = nullptr;  // [half], host: radians a position (Su et al., 2021, arXiv 2104.09864); copied by value
+  std::int64_t half = 0;                // head_dim / 2, at most 128
+  std::int64_t num_positions = 0;
+  float* cosines = nullptr;  // [num_positions, half]
+  float* sines = nullptr;
+};
+// Angles in double, rounded once.
+absl::Status FillRopeTable(const RopeTableParams& params, Device device, void* stream);
+
+struct RopeAndCacheParams {
+  DType dtype = DType::kBf16;  // of qkv and cache
+  // [num_rows, (num_heads + 2 num_kv_heads) head_dim]: queries are rotated in place, keys and values only read. Half-split pairs
+  // (i, i + head_dim / 2).
+  void* qkv = nullptr;
+  std::int64_t num_rows = 0;
+  int num_heads = 0;
+  int num_kv_heads = 0;
+  int head_dim = 0;
+  const std::int32_t* positions = nullptr;  // [num_rows]
+  const float* cosines = nullptr;           // [max_positions, head_dim / 2]
+  const float* sines = nullptr;
+  const std::int32_t* slots = nullptr;  // [num_rows]: page * page_tokens + offset; below 0: the row is padding, nothing is written
+  void* keys = nullptr;                 // page p: [page_tokens, num_kv_heads, head_dim] at keys + p page_stride
+  void* values = nullptr;               // as keys
+  std::int64_t page_stride = 0;         // in elements
+  int page_tokens = 0;
+};
+// Computed in fp32, rounded once. Errors: INVALID_ARGUMENT (shape), UNIMPLEMENTED (no device code), INTERNAL (launch).
+absl::Status RopeAndCache(const RopeAndCacheParams& params, Device device, void* stream);
+
+// output[r, c] <- bf16(input[r, c]), rounded to nearest even: a part of a wider matrix.
+struct RoundBlockParams {
+  const float* input = nullptr;  // [num_rows, num_columns]
+  void* output = nullptr;        // bf16, row r at output + r output_row_stride
+  std::int64_t num_rows = 0;
+  std::int64_t num_columns = 0;
+  std::int64_t output_row_stride = 0;  // in elements
+};
+absl::Status RoundBlock(const RoundBlockParams& params, Device device, void* stream);
+
+namespace internal {
+absl::Status FillRopeTableCuda(const RopeTableParams& params, void* stream);
+absl::Status RopeAndCacheCuda(const RopeAndCacheParams& params, void* stream);
+absl::Status RoundBlockCuda(const RoundBlockParams& params, void* stream);
+}  // namespace internal
+
+}  // namespace tandem
