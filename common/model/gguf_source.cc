@@ -121,6 +121,8 @@ absl::StatusOr<ModelConfig> ReadConfig(const GgufFile& gguf) {
   const ArchitectureValues values(gguf, architecture);
   ModelConfig config;
   config.family = facts->family;
+  config.has_qkv_bias = facts->has_qkv_bias;
+  config.has_qk_norm = facts->has_qk_norm;
   config.name = std::filesystem::path(path).stem().string();
   TANDEM_ASSIGN_OR_RETURN(config.num_layers, values.Integer("block_count"));
   TANDEM_ASSIGN_OR_RETURN(config.hidden_size, values.Integer("embedding_length"));

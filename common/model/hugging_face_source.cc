@@ -91,6 +91,14 @@ absl::StatusOr<const LayerFacts*> ReadFamily(const ConfigFields& fields) {
         absl::StrCat(fields.file(), ": architecture '", architecture,
                      "' is not supported; these are: ", KnownArchitectures(ModelFileKind::kHuggingFace)));
   }
+  if (const Json* types = fields.Find("layer_types"); types != nullptr) {
+    if (!types->is_array()) return fields.Fail("layer_types", "is not an array");
+    for (const Json& type : *types) {
+      if (type == "full_attention") continue;
+      return absl::UnimplementedError(absl::StrCat(fields.file(), ": layer_types holds ", type.dump().substr(0, 100),
+                                                   "; \"full_attention\" alone is supported"));
+    }
+  }
   for (const RequiredField& required : facts->required_fields) {
     const Json* field = fields.Find(required.name);
     if (field != nullptr && *field != Json::parse(required.value)) {
@@ -151,6 +159,8 @@ absl::StatusOr<ModelConfig> ReadConfig(const std::string& directory) {
   TANDEM_ASSIGN_OR_RETURN(const LayerFacts* facts, ReadFamily(fields));
   ModelConfig config;
   config.family = facts->family;
+  config.has_qkv_bias = facts->has_qkv_bias;
+  config.has_qk_norm = facts->has_qk_norm;
   std::filesystem::path path = std::filesystem::path(directory).lexically_normal();
   if (!path.has_filename()) path = path.parent_path();
   config.name = path.filename().string();

@@ -27,6 +27,8 @@ struct LayerFacts {
   // GGUF keeps each q and k head's rows (and so the rotary pairs) interleaved: rows 0, hd/2, 1, hd/2 + 1, ...
   bool is_gguf_rotary_interleaved;
   bool is_tied_by_default;  // tie_word_embeddings when config.json does not say
+  bool has_qkv_bias;        // as in ModelConfig
+  bool has_qk_norm;
   std::vector<RequiredField> required_fields;
 };
 // Null when this project has no such family.
@@ -37,10 +39,15 @@ std::string KnownArchitectures(ModelFileKind kind);  // for messages: "LlamaForC
 // Where one tensor of a file goes: `rows` x `columns` values from `begin_bytes` of the weights region on, row-major.
 struct WeightTarget {
   std::string name;        // in the file
-  std::uint64_t rows = 1;  // 1 for a norm
+  std::uint64_t rows = 1;  // 1 for a norm and for a bias
   std::uint64_t columns = 0;
   std::uint64_t begin_bytes = 0;
-  int interleaved_head_dim = 0;  // above 0: the file's rows are interleaved within heads of so many rows
+  int interleaved_head_dim = 0;                 // above 0: the file's rows are interleaved within heads of so many rows
+  StorageFormat format = StorageFormat::kFp32;  // of the values in the region
+  // Where the scales of this tensor go: those of LinearPlace, of its part.
+  std::uint64_t scales_begin_bytes = 0;         // kFp8Row: fp32 [rows]; kNf4: uint8 [rows, columns / 64]
+  std::uint64_t nested_absmax_begin_bytes = 0;  // kNf4: fp32 [ceil(rows * columns / 64 / 256)]
+  std::uint64_t nested_offset_begin_bytes = 0;  // kNf4: one fp32
 };
 // Every tensor that the model needs, in order of begin_bytes.
 std::vector<WeightTarget> WeightTargets(const ModelConfig& config, const WeightLayout& layout, ModelFileKind kind);

@@ -33,6 +33,8 @@ struct ModelConfig {
   double rope_theta = 10000;
   std::optional<RopeScaling> rope_scaling;
   bool is_embedding_tied = false;            // the head is the embedding: one tensor in the pool
+  bool has_qkv_bias = false;                 // q, k and v add a bias (Qwen 2)
+  bool has_qk_norm = false;                  // RMSNorm of each head of q and of k before the rotary embedding (Qwen 3)
   std::vector<std::uint32_t> end_token_ids;  // generation ends at any of these
 
   int q_size() const { return num_heads * head_dim; }

@@ -1,16 +1,37 @@
 // Where each weight lies in the pool's weights region: one layout for both daemons, fused qkv and fused gate/up, row-major
-// [outputs, inputs], every tensor on a 64-byte boundary. It is a function of (ModelConfig, format) alone.
+// [outputs, inputs], every tensor on a 64-byte boundary (256 in the quantised formats). It is a function of (ModelConfig, format)
+// alone.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "common/model/model_config.h"
 
 namespace tandem {
 
-enum class StorageFormat { kFp32, kBf16 };
+// How linear layers are stored. In the quantised formats norms, biases, embedding and head are bf16.
+enum class StorageFormat {
+  kFp32,
+  kBf16,
+  kFp8Row,  // E4M3, one fp32 scale a row: weight = code * scale
+  kNf4,     // bitsandbytes' NF4 with double quantisation: see LinearPlace
+};
+const char* StorageFormatName(StorageFormat format);  // "fp32", "bf16", "fp8", "nf4"
+std::optional<StorageFormat> ParseStorageFormat(std::string_view name);
+inline bool IsQuantized(StorageFormat format) { return format == StorageFormat::kFp8Row || format == StorageFormat::kNf4; }
+// What is no linear layer is stored in this.
+inline StorageFormat PlainFormat(StorageFormat format) { return IsQuantized(format) ? StorageFormat::kBf16 : format; }
+// Bytes of one row of `columns` values, without its scales.
+std::uint64_t RowBytes(StorageFormat format, std::uint64_t columns);
+// Errors: INVALID_ARGUMENT naming the size that is no multiple of what `format` needs (NF4: 64, FP8: 16).
+absl::Status CheckStorageFormat(const ModelConfig& config, StorageFormat format);
+
+inline constexpr int kNf4BlockValues = 64;    // consecutive values of a row under one absmax
+inline constexpr int kNf4NestedBlocks = 256;  // consecutive absmax of a part under one nested absmax
 
 struct TensorPlace {
   std::string name;  // "layers.3.qkv"
@@ -19,24 +40,47 @@ struct TensorPlace {
   std::uint64_t size_bytes = 0;
 };
 
+// The rows of one tensor of the file within a fused linear layer; NF4 quantises each on its own.
+struct LinearPart {
+  std::int64_t row_begin = 0;
+  std::int64_t row_end = 0;
+  std::int64_t nested_begin = 0;  // its first value in nested_absmax
+};
+
+// Codes (fp8: a byte; NF4: two a byte, the even value in the high nibble; else the values themselves) and what makes them
+// weights. NF4, block b = column / 64 of row r in part p, in fp32:
+//   absmax = nested_map[scales[r, b]] * nested_absmax[part.nested_begin + i / 256] + nested_offset[p],
+//   i = (r - part.row_begin) * inputs / 64 + b;  weight = book[code] * absmax.
+struct LinearPlace : TensorPlace {
+  std::vector<LinearPart> parts;             // in order of rows: q, k, v; gate, up; or one
+  std::optional<TensorPlace> scales;         // kFp8Row: fp32 [outputs]; kNf4: uint8 [outputs, inputs / 64]
+  std::optional<TensorPlace> nested_absmax;  // kNf4: fp32, for each part ceil(rows * inputs / 64 / 256)
+  std::optional<TensorPlace> nested_offset;  // kNf4: fp32 [parts]
+};
+
 struct LayerPlaces {
-  TensorPlace input_norm;  // [d]
-  TensorPlace qkv;         // [q + 2 kv, d]: rows of q, then k, then v; q and k rows in half-split rotary order
-  TensorPlace o;           // [d, q]
-  TensorPlace post_norm;   // [d]
-  TensorPlace gate_up;     // [2 f, d]: rows of gate, then up
-  TensorPlace down;        // [d, f]
+  TensorPlace input_norm;               // [d]
+  LinearPlace qkv;                      // [q + 2 kv, d]: rows of q, then k, then v; q and k rows in half-split rotary order
+  std::optional<TensorPlace> qkv_bias;  // [q + 2 kv]
+  std::optional<TensorPlace> q_norm;    // [head_dim], of every head of q
+  std::optional<TensorPlace> k_norm;    // [head_dim]
+  LinearPlace o;                        // [d, q]
+  TensorPlace post_norm;                // [d]
+  LinearPlace gate_up;                  // [2 f, d]: rows of gate, then up
+  LinearPlace down;                     // [d, f]
 };
 
 struct WeightLayout {
   StorageFormat format = StorageFormat::kFp32;
-  TensorPlace embedding;  // [V, d]
+  TensorPlace embedding;                  // [V, d]
+  std::optional<TensorPlace> nested_map;  // kNf4: fp32 [256], Nf4NestedMap()
   std::vector<LayerPlaces> layers;
   TensorPlace final_norm;  // [d]
   TensorPlace head;        // [V, d]; the same place as `embedding` when tied
   std::uint64_t total_bytes = 0;
   std::string digest;  // SHA-256 over every place and the config: both daemons must agree
 
+  // Requires: CheckStorageFormat is OK.
   static WeightLayout Create(const ModelConfig& config, StorageFormat format);
   std::vector<const TensorPlace*> Tensors() const;  // each once, in order of begin_bytes
 };
