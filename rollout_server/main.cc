@@ -5,7 +5,6 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -50,6 +49,7 @@ std::vector<v1::OwnedBytes> Ledger(const PoolMember& pool, std::uint64_t kv_cach
 // The regions are fixed for life; how the elastic one is split is in the lease and in tandem_kv_cache_usage_perc.
 void ReportMemory(const PoolMember& pool, Metrics* metrics) {
   for (const v1::OwnedBytes& owned : pool.RegionLedger()) {
+    if (!owned.in_pool()) continue;
     metrics->SetGauge("tandem_memory_bytes", "Memory of the pool by owner", {{"owner", owned.owner()}},
                       static_cast<double>(owned.bytes()));
   }
@@ -59,10 +59,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Metrics> metrics, Metrics::Create(config.metrics_address));
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMember> pool, PoolMember::Start(config.pool));
   const v1::PoolManifest manifest = pool->manifest();
-  const std::span<std::byte> model_region = pool->region(v1::REGION_KIND_MODEL);
-  const std::string_view model_bytes(reinterpret_cast<const char*>(model_region.data()),
-                                     std::min<std::uint64_t>(manifest.weights().description_bytes(), model_region.size()));
-  TANDEM_ASSIGN_OR_RETURN(const ModelDescription description, ParseModelDescription(model_bytes));
+  TANDEM_ASSIGN_OR_RETURN(const ModelDescription description, ReadModelDescription(*pool));
   TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<const Tokenizer> tokenizer, Tokenizer::Create(description.tokenizer));
   TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<const PromptEncoder> encoder, PromptEncoder::Create(tokenizer));
 
@@ -129,7 +126,8 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   };
   ReportMemory(*pool, metrics.get());
   return Daemon::Serve(
-      config, metrics.get(), {&service, pool->service()}, [&](int) { pool->Offer(events); }, [&] { return engine->error(); },
+      config, metrics.get(), pool.get(), {&service, pool->service()}, [&](int) { pool->Offer(events); },
+      [&] { return engine->error(); },
       [&] {
         engine->Stop();  // first: it answers a yield that the pool still waits for
         pool->Stop();

@@ -5,7 +5,6 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "absl/flags/flag.h"
@@ -31,10 +30,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMember> pool, PoolMember::Start(config.pool));
   const v1::PoolManifest manifest = pool->manifest();
 
-  const std::span<std::byte> model_region = pool->region(v1::REGION_KIND_MODEL);
-  const std::string_view model_bytes(static_cast<const char*>(static_cast<const void*>(model_region.data())),
-                                     std::min<std::uint64_t>(manifest.weights().description_bytes(), model_region.size()));
-  TANDEM_ASSIGN_OR_RETURN(const ModelDescription description, ParseModelDescription(model_bytes));
+  TANDEM_ASSIGN_OR_RETURN(const ModelDescription description, ReadModelDescription(*pool));
   TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<const Tokenizer> tokenizer, Tokenizer::Create(description.tokenizer));
   TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<const PromptEncoder> encoder, PromptEncoder::Create(tokenizer));
   const WeightLayout layout = WeightLayout::Create(description.config, description.format);
@@ -80,7 +76,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   };
   events.on_peer_lost = [](v1::Role) { TANDEM_LOG(kWarning, "main", "rollout_server lost"); };
   return Daemon::Serve(
-      config, metrics.get(), {&service, pool->service()},
+      config, metrics.get(), pool.get(), {&service, pool->service()},
       [&](int) {
         pool->Offer(events);
         runner.Start();

@@ -49,6 +49,7 @@ class MemfdMapping final : public PoolMapping {
 class MemfdMemory final : public PoolMemory {
  public:
   const char* transport() const override { return "memfd"; }
+  Device device() const override { return Device::kCpu; }
   std::string device_uuid() const override { return "cpu"; }
   std::uint64_t granularity_bytes() const override { return static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE)); }
 

@@ -53,7 +53,9 @@ absl::StatusOr<PoolPlan> PoolPlan::Create(const PoolSizes& sizes, std::uint64_t 
   plan.num_chunks = static_cast<std::uint32_t>(pool_bytes / plan.chunk_bytes);
   std::uint64_t begin = 0;
   for (std::size_t i = 0; i < kOrder.size(); ++i) {
-    const std::uint64_t end = i < wanted.size() ? begin + RoundUp(wanted[i], alignment) : pool_bytes;
+    std::uint64_t end = i < wanted.size() ? begin + RoundUp(wanted[i], alignment) : pool_bytes;
+    if (sizes.elastic_on_chunk && i + 1 == wanted.size() && RoundUp(end, plan.chunk_bytes) < pool_bytes)
+      end = RoundUp(end, plan.chunk_bytes);
     v1::Region region;
     region.set_kind(kOrder[i]);
     region.mutable_range()->set_begin_bytes(begin);

@@ -16,6 +16,7 @@ struct PoolSizes {
   std::uint64_t model_bytes = 0;             // serialised description
   std::uint64_t rollout_standing_bytes = 0;  // 0: 64 MiB
   std::uint64_t trainer_standing_bytes = 0;  // 0: 256 MiB
+  bool elastic_on_chunk = false;             // the trainer's region grows so that the elastic one begins with a chunk
 };
 
 struct PoolPlan {

@@ -19,7 +19,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr std::string_view kDescriptionMagic = "TDMD0001";
+constexpr std::string_view kDescriptionMagic = "TDMD0002";
 constexpr std::uint64_t kMaxConfigBytes = 1 * kMiB;
 
 std::string ShapeText(const std::vector<std::uint64_t>& shape) {
@@ -42,6 +42,8 @@ Json ConfigToJson(const ModelConfig& config) {
                {"rms_norm_epsilon", config.rms_norm_epsilon},
                {"rope_theta", config.rope_theta},
                {"is_embedding_tied", config.is_embedding_tied},
+               {"has_qkv_bias", config.has_qkv_bias},
+               {"has_qk_norm", config.has_qk_norm},
                {"end_token_ids", config.end_token_ids}};
   if (config.rope_scaling.has_value()) {
     json["rope_scaling"] = {{"factor", config.rope_scaling->factor},
@@ -123,6 +125,8 @@ absl::StatusOr<ModelConfig> ConfigFromJson(const Json& json) {
   config.rms_norm_epsilon = static_cast<float>(fields.Number("rms_norm_epsilon"));
   config.rope_theta = fields.Number("rope_theta");
   config.is_embedding_tied = fields.Bool("is_embedding_tied");
+  config.has_qkv_bias = fields.Bool("has_qkv_bias");
+  config.has_qk_norm = fields.Bool("has_qk_norm");
   config.end_token_ids = fields.TokenIds("end_token_ids");
   TANDEM_RETURN_IF_ERROR(fields.status());
   if (const auto found = json.find("rope_scaling"); found != json.end()) {
@@ -175,10 +179,11 @@ absl::StatusOr<ModelDescription> ParseModelDescription(std::string_view bytes) {
   ModelDescription description;
   TANDEM_ASSIGN_OR_RETURN(description.config, ConfigFromJson(*json));
   const int format = static_cast<unsigned char>(bytes.front());
-  if (format > static_cast<int>(StorageFormat::kBf16)) {
+  if (format > static_cast<int>(StorageFormat::kNf4)) {
     return absl::InvalidArgumentError(absl::StrCat("model description: unknown storage format ", format));
   }
   description.format = static_cast<StorageFormat>(format);
+  TANDEM_RETURN_IF_ERROR(Annotate(CheckStorageFormat(description.config, description.format), "model description"));
   TANDEM_ASSIGN_OR_RETURN(description.tokenizer, ParseTokenizerSpec(bytes.substr(1)));
   return description;
 }
@@ -258,7 +263,7 @@ void FileModelSource::ComputeDigest() {
   digest_ = sha.Finish();
 }
 
-absl::Status FileModelSource::LoadWeights(const WeightLayout& layout, std::span<std::byte> region,
+absl::Status FileModelSource::LoadWeights(const WeightLayout& layout, Device device, std::span<std::byte> region,
                                           const std::function<void(std::uint64_t)>& progress) const {
   if (layout.digest != WeightLayout::Create(description_.config, layout.format).digest) {
     return absl::InvalidArgumentError(
@@ -274,7 +279,8 @@ absl::Status FileModelSource::LoadWeights(const WeightLayout& layout, std::span<
     const std::optional<WeightCodec> codec = ParseCodec(tensor.type_name);
     loads.push_back({&files_[tensor.file_index], *codec, tensor.begin_bytes, std::move(target)});
   }
-  return Annotate(LoadTensors(loads, layout.format, region, progress), absl::StrCat("loading ", description_.config.name));
+  return Annotate(LoadTensors(loads, layout.format, device, region, progress),
+                  absl::StrCat("loading ", description_.config.name));
 }
 
 }  // namespace tandem

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "common/base/status.h"
+#include "common/gpu/device.h"
 #include "common/model/model_config.h"
 #include "common/model/tokenizer.h"
 #include "common/model/weight_layout.h"
@@ -32,9 +33,9 @@ class ModelSource {
   virtual const ModelDescription& description() const = 0;
   // SHA-256 over the config and the tensor table (names, types, shapes, offsets, file sizes): the model asked for, cheaply.
   virtual const std::string& digest() const = 0;
-  // Reads every tensor into `region` as `layout` says. Requires: region.size() >= layout.total_bytes. After an error the region's
-  // content is unspecified. `progress` is called with bytes written so far, from one thread.
-  virtual absl::Status LoadWeights(const WeightLayout& layout, std::span<std::byte> region,
+  // Reads every tensor into `region`, which lies on `device`, as `layout` says. Requires: region.size() >= layout.total_bytes.
+  // After an error the region's content is unspecified. `progress` is called with bytes written so far, from one thread.
+  virtual absl::Status LoadWeights(const WeightLayout& layout, Device device, std::span<std::byte> region,
                                    const std::function<void(std::uint64_t)>& progress) const = 0;
 };
 

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "common/gpu/device.h"
 #include "common/model/layer_facts.h"
 #include "common/model/model_file.h"
 #include "common/model/weight_codecs.h"
@@ -20,10 +21,11 @@ struct TensorLoad {
   WeightTarget target;
 };
 
-// Uses the calling thread and one more; `progress` is called from the calling thread with the bytes of `region` written so far.
-// Requires: columns are whole blocks of the codec, each target lies in the region on a boundary of its elements. After an error
-// the region's content is unspecified.
-absl::Status LoadTensors(std::span<const TensorLoad> loads, StorageFormat format, std::span<std::byte> region,
+// `region` lies on `device`. On the CPU uses the calling thread and one more; for a GPU up to eight, each of which decodes into
+// two pinned buffers of a few MiB: nothing else is held. `progress` is called from the calling thread with the bytes written so
+// far. Requires: columns are whole blocks of the codec, each target lies in the region on a boundary of its elements. After an
+// error the region's content is unspecified.
+absl::Status LoadTensors(std::span<const TensorLoad> loads, StorageFormat format, Device device, std::span<std::byte> region,
                          const std::function<void(std::uint64_t)>& progress);
 
 }  // namespace tandem

@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -28,13 +29,21 @@ ABSL_FLAG(std::string, run_dir, "",
           "lock and sockets of the pair, the same for both; default $XDG_RUNTIME_DIR/tandem or /tmp/tandem-UID");
 ABSL_FLAG(std::string, data_dir, "", "jobs and checkpoints; default $HOME/.local/share/tandem/PROGRAM");
 ABSL_FLAG(std::string, model, "", "model directory or GGUF file; read only by the daemon that makes the pool");
-ABSL_FLAG(std::string, device, "auto", "auto or cpu");
-ABSL_FLAG(std::string, pool_bytes, "0",
-          "size of the pool ('3GiB'); 0: what model and standing regions need, and 1.5 GiB elastic");
+ABSL_FLAG(std::string, device, "auto", "auto, cpu or cuda; auto: cuda where a GPU is visible. The same for both daemons");
+ABSL_FLAG(std::string, pool_transport, "auto",
+          "how device memory is shared: auto (exported descriptors: whoever lives keeps it) or cuda_ipc (for drivers that cannot "
+          "export; the memory dies with the daemon that made it). The same for both daemons");
+ABSL_FLAG(
+    std::string, pool_bytes, "0",
+    "size of the pool ('3GiB'); 0: on a GPU its free memory less --reserve_bytes, else what model and standing regions need, "
+    "and 1.5 GiB elastic");
+ABSL_FLAG(std::string, reserve_bytes, "3GiB", "device memory outside the pool, for both daemons' contexts, modules and graphs");
 ABSL_FLAG(std::string, chunk_bytes, "0", "size of a chunk; 0: 64 MiB for pools below 8 GiB, else 256 MiB");
-ABSL_FLAG(std::string, rollout_standing_bytes, "0", "the rollout server's standing region; 0: 64 MiB");
-ABSL_FLAG(std::string, trainer_standing_bytes, "0", "the trainer's standing region: adapter slots, masters, moments; 0: 256 MiB");
-ABSL_FLAG(bool, strict_leases, false, "protect the elastic range while it is not leased, so that a stray access dies at once");
+ABSL_FLAG(std::string, rollout_standing_bytes, "0", "the rollout server's standing region; 0: 64 MiB, on a GPU 1 GiB");
+ABSL_FLAG(std::string, trainer_standing_bytes, "0",
+          "the trainer's standing region: adapter slots, masters, moments; 0: 256 MiB, on a GPU 1 GiB");
+ABSL_FLAG(bool, strict_leases, false,
+          "protect the elastic range (on a GPU: unmap its chunks) while it is not leased, so that a stray access dies at once");
 ABSL_FLAG(absl::Duration, start_timeout, absl::Minutes(10), "how long to wait for a peer that is loading weights");
 ABSL_FLAG(absl::Duration, holder_timeout, absl::Minutes(2), "silence after which a stopped lease holder is reported");
 ABSL_FLAG(bool, kill_silent_holder, false, "kill such a holder and take its memory back");
@@ -62,6 +71,78 @@ std::string EnvironmentOr(const char* name, const std::string& fallback) {
   return value != nullptr && *value != '\0' ? value : fallback;
 }
 
+Device DeviceFlag() {
+  const std::string device = absl::GetFlag(FLAGS_device);
+  if (device == "cpu") return Device::kCpu;
+  if (device != "auto" && device != "cuda") BadFlag(absl::StrCat("--device=", device, " is none of auto, cpu, cuda"));
+  if (HasCudaDevice()) return Device::kCuda;
+  if (device == "cuda")
+    BadFlag(
+        "--device=cuda: no GPU is visible: the driver is missing, CUDA_VISIBLE_DEVICES hides it, or this build has no device "
+        "code");
+  return Device::kCpu;
+}
+
+// Watches the GPU beside a daemon that serves. Confined to the thread of Serve; on the CPU it does nothing.
+class DeviceWatch {
+ public:
+  DeviceWatch(const PoolMember* pool, Metrics* metrics) : pool_(pool), metrics_(metrics) {
+    if (IsOnDevice()) pool_bytes_ = PoolBytes();
+  }
+
+  // Cheap; does something twice a second.
+  void Look() {
+    if (!IsOnDevice() || absl::Now() - looked_ < kInterval) return;
+    looked_ = absl::Now();
+    EndIfPoisoned();
+    if (const absl::StatusOr<DeviceMemoryUse> use = DriverMemory(pool_->device()); use.ok()) Report(*use);
+  }
+  // After a context is poisoned every call of the driver fails: there is nothing to finish, and what is on disk is whole.
+  void EndIfPoisoned() const {
+    if (!IsOnDevice()) return;
+    const absl::Status health = ContextHealth(pool_->device());
+    if (health.ok()) return;
+    TANDEM_LOG(kError, "daemon", "ending with code ", kPoisonedContextExitCode,
+               ": the device context is poisoned: ", health.ToString());
+    std::_Exit(kPoisonedContextExitCode);
+  }
+
+ private:
+  static constexpr absl::Duration kInterval = absl::Milliseconds(500);
+  static constexpr std::uint64_t kNotableBytes = 32 * kMiB;
+
+  bool IsOnDevice() const { return pool_ != nullptr && pool_->device() == Device::kCuda; }
+  std::uint64_t PoolBytes() const {
+    std::uint64_t bytes = 0;
+    for (const v1::OwnedBytes& owned : pool_->RegionLedger()) bytes += owned.in_pool() ? owned.bytes() : 0;
+    return bytes;
+  }
+  void Report(const DeviceMemoryUse& use) {
+    const auto set = [&](const char* kind, std::uint64_t bytes) {
+      metrics_->SetGauge("tandem_device_memory_bytes",
+                         "Memory of the GPU as the driver counts it, of all processes; outside_pool: used and not the pool",
+                         {{"kind", kind}}, static_cast<double>(bytes));
+    };
+    const std::uint64_t used_bytes = use.total_bytes - use.free_bytes;
+    const std::uint64_t outside_bytes = used_bytes - std::min(used_bytes, pool_bytes_);
+    set("total", use.total_bytes);
+    set("free", use.free_bytes);
+    set("outside_pool", outside_bytes);
+    const std::uint64_t moved_bytes = std::max(outside_bytes, logged_bytes_) - std::min(outside_bytes, logged_bytes_);
+    if (moved_bytes < kNotableBytes) return;
+    TANDEM_LOG(kInfo, "daemon", "device memory outside the pool=", FormatBytes(outside_bytes), " (all processes; was ",
+               FormatBytes(logged_bytes_), ") pool=", FormatBytes(pool_bytes_), " free=", FormatBytes(use.free_bytes),
+               " total=", FormatBytes(use.total_bytes));
+    logged_bytes_ = outside_bytes;
+  }
+
+  const PoolMember* const pool_;
+  Metrics* const metrics_;
+  std::uint64_t pool_bytes_ = 0;
+  std::uint64_t logged_bytes_ = 0;  // outside the pool, when last told
+  absl::Time looked_ = absl::InfinitePast();
+};
+
 // "127.0.0.1:0" with the port that was picked.
 std::string WithPort(const std::string& address, int port) {
   return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
@@ -78,8 +159,6 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   LogLevel level = LogLevel::kInfo;
   if (!ParseLogLevel(absl::GetFlag(FLAGS_log_level), &level))
     BadFlag(absl::StrCat("--log_level=", absl::GetFlag(FLAGS_log_level), " is none of debug, info, warning, error"));
-  const std::string device = absl::GetFlag(FLAGS_device);
-  if (device != "auto" && device != "cpu") BadFlag(absl::StrCat("--device=", device, " is none of auto, cpu"));
 
   const auto or_default = [](const std::string& value, const std::string& fallback) { return value.empty() ? fallback : value; };
   DaemonConfig config;
@@ -91,12 +170,18 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   config.data_dir =
       or_default(absl::GetFlag(FLAGS_data_dir), absl::StrCat(EnvironmentOr("HOME", "/tmp"), "/.local/share/tandem/", program));
   config.pool.role = role;
+  config.pool.device = DeviceFlag();
+  const std::string transport = absl::GetFlag(FLAGS_pool_transport);
+  if (transport != "auto" && transport != "cuda_ipc")
+    BadFlag(absl::StrCat("--pool_transport=", transport, " is none of auto, cuda_ipc"));
+  config.pool.use_cuda_ipc = transport == "cuda_ipc";
   config.pool.peer_address = or_default(absl::GetFlag(FLAGS_peer), default_peer);
   const std::string runtime_dir = EnvironmentOr("XDG_RUNTIME_DIR", "");
   config.pool.run_dir = or_default(absl::GetFlag(FLAGS_run_dir), runtime_dir.empty() ? absl::StrCat("/tmp/tandem-", ::getuid())
                                                                                      : absl::StrCat(runtime_dir, "/tandem"));
   config.pool.model_path = absl::GetFlag(FLAGS_model);
   config.pool.pool_bytes = BytesFlag("pool_bytes", absl::GetFlag(FLAGS_pool_bytes));
+  config.pool.reserve_bytes = BytesFlag("reserve_bytes", absl::GetFlag(FLAGS_reserve_bytes));
   config.pool.chunk_bytes = BytesFlag("chunk_bytes", absl::GetFlag(FLAGS_chunk_bytes));
   config.pool.rollout_standing_bytes = BytesFlag("rollout_standing_bytes", absl::GetFlag(FLAGS_rollout_standing_bytes));
   config.pool.trainer_standing_bytes = BytesFlag("trainer_standing_bytes", absl::GetFlag(FLAGS_trainer_standing_bytes));
@@ -113,9 +198,9 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   return config;
 }
 
-int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const std::vector<grpc::Service*>& services,
-                  const std::function<void(int grpc_port)>& started, const std::function<absl::Status()>& failed,
-                  const std::function<void()>& stop) {
+int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember* pool,
+                  const std::vector<grpc::Service*>& services, const std::function<void(int grpc_port)>& started,
+                  const std::function<absl::Status()>& failed, const std::function<void()>& stop) {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
@@ -148,11 +233,15 @@ int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const std::vecto
              " metrics=", config.metrics_address.empty() ? "off" : WithPort(config.metrics_address, metrics->port()));
   started(port);
   absl::Status background;
+  DeviceWatch device(pool, metrics);
   while (stop_signal == 0) {
     background = failed();
+    if (background.ok() && pool != nullptr) background = pool->health();
     if (!background.ok()) break;
+    device.Look();
     absl::SleepFor(absl::Milliseconds(50));
   }
+  if (!background.ok()) device.EndIfPoisoned();
   if (background.ok())
     TANDEM_LOG(kInfo, "daemon", "stopping signal=", static_cast<int>(stop_signal));
   else

@@ -27,17 +27,24 @@ struct DaemonConfig {
 
 class Daemon {
  public:
-  // Parses flags (--listen --metrics --peer --run_dir --data_dir --model --device --pool_bytes --chunk_bytes
-  // --rollout_standing_bytes --trainer_standing_bytes --strict_leases --start_timeout --holder_timeout --kill_silent_holder
+  // Parses flags (--listen --metrics --peer --run_dir --data_dir --model --device --pool_transport --pool_bytes
+  // --reserve_bytes --chunk_bytes --rollout_standing_bytes --trainer_standing_bytes --strict_leases --start_timeout
+  // --holder_timeout --kill_silent_holder
   // --log_level), makes the data folder and starts the log. Exits with 1 on a bad flag.
   static DaemonConfig ParseFlags(int argc, char** argv, const std::string& program, v1::Role role,
                                  const std::string& default_listen, const std::string& default_metrics,
                                  const std::string& default_peer);
   // Listens, prints "listening grpc=127.0.0.1:7071 metrics=127.0.0.1:9091" to the log, serves until SIGTERM or SIGINT or until
   // `failed` gives an error, then calls `stop` and shuts down within 5 s. Returns the exit code.
-  static int Serve(const DaemonConfig& config, Metrics* metrics, const std::vector<grpc::Service*>& services,
-                   const std::function<void(int grpc_port)>& started, const std::function<absl::Status()>& failed,
-                   const std::function<void()>& stop);
+  //
+  // `pool` (null: none) is watched: when its health() fails, the daemon stops as after `failed`. On a GPU so is the device:
+  // tandem_device_memory_bytes follows the driver's figures, and a poisoned context ends the process at once with
+  // kPoisonedContextExitCode, without `stop`: nothing on the device can be waited for, and the peer carries on. Rooms need do no
+  // more than return their errors; a CUDA graph is captured in a mode that lets other threads ask the driver (thread-local or
+  // relaxed).
+  static int Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember* pool,
+                   const std::vector<grpc::Service*>& services, const std::function<void(int grpc_port)>& started,
+                   const std::function<absl::Status()>& failed, const std::function<void()>& stop);
 };
 
 }  // namespace tandem

@@ -1,6 +1,7 @@
 #include "common/sharing/manifest.h"
 
 #include <algorithm>
+#include <array>
 
 #include "common/base/hash.h"
 #include "common/base/units.h"
@@ -21,6 +22,10 @@ v1::WeightFormat ToProto(StorageFormat format) {
       return v1::WEIGHT_FORMAT_FP32;
     case StorageFormat::kBf16:
       return v1::WEIGHT_FORMAT_BF16;
+    case StorageFormat::kFp8Row:
+      return v1::WEIGHT_FORMAT_FP8;
+    case StorageFormat::kNf4:
+      return v1::WEIGHT_FORMAT_NF4;
   }
   return v1::WEIGHT_FORMAT_UNSPECIFIED;
 }
@@ -41,18 +46,35 @@ std::string LayoutHash(const v1::PoolManifest& manifest, const WeightLayout& lay
   return hash.Finish();
 }
 
-std::string SampleChecksum(std::span<const std::byte> weights) {
+absl::StatusOr<std::string> SampleChecksum(Device device, std::span<const std::byte> weights) {
+  std::array<std::byte, 4 * kKiB> piece;
   Sha256 hash;
-  for (std::size_t begin = 0; begin < weights.size(); begin += kMiB)
-    hash.Update(weights.data() + begin, std::min<std::size_t>(weights.size() - begin, 4 * kKiB));
+  for (std::size_t begin = 0; begin < weights.size(); begin += kMiB) {
+    const std::size_t size = std::min(weights.size() - begin, piece.size());
+    TANDEM_RETURN_IF_ERROR(CopyToHost(device, piece.data(), weights.data() + begin, size));
+    hash.Update(piece.data(), size);
+  }
   return hash.Finish();
+}
+
+absl::StatusOr<ModelDescription> ReadModelDescription(Device device, std::span<const std::byte> model, std::uint64_t size_bytes) {
+  if (size_bytes > model.size())
+    return absl::InvalidArgumentError(absl::StrCat("a description of ", size_bytes, " bytes in a region of ", model.size()));
+  std::string bytes(size_bytes, '\0');
+  TANDEM_RETURN_IF_ERROR(CopyToHost(device, bytes.data(), model.data(), size_bytes));
+  absl::StatusOr<ModelDescription> description = ParseModelDescription(bytes);
+  if (!description.ok()) return Annotate(description.status(), "the pool's model description");
+  return description;
 }
 
 absl::Status CheckManifest(const v1::PoolManifest& manifest, const PoolMemory& memory) {
   if (manifest.protocol_version() != kProtocolVersion)
     return Differs("protocol version", absl::StrCat(manifest.protocol_version()), absl::StrCat(kProtocolVersion));
-  if (manifest.transport() != memory.transport()) return Differs("transport", manifest.transport(), memory.transport());
   if (manifest.device_uuid() != memory.device_uuid()) return Differs("device", manifest.device_uuid(), memory.device_uuid());
+  if (manifest.transport() != memory.transport()) return Differs("transport", manifest.transport(), memory.transport());
+  if (manifest.dies_with_maker() != memory.dies_with_maker())
+    return Differs("life", manifest.dies_with_maker() ? "its maker's" : "its holders'",
+                   memory.dies_with_maker() ? "its maker's" : "its holders'");
   std::uint64_t pool_bytes = 0;
   if (manifest.num_chunks() == 0 || manifest.num_chunks() > PoolPlan::kMaxChunks || manifest.chunk_bytes() == 0 ||
       manifest.chunk_bytes() % memory.granularity_bytes() != 0 ||
@@ -72,18 +94,17 @@ absl::Status CheckManifest(const v1::PoolManifest& manifest, const PoolMemory& m
   return absl::OkStatus();
 }
 
-absl::Status CheckContent(const v1::PoolManifest& manifest, std::span<const std::byte> weights,
+absl::Status CheckContent(const v1::PoolManifest& manifest, Device device, std::span<const std::byte> weights,
                           std::span<const std::byte> model) {
-  const std::string_view bytes(reinterpret_cast<const char*>(model.data()), manifest.weights().description_bytes());
-  const absl::StatusOr<ModelDescription> description = ParseModelDescription(bytes);
-  if (!description.ok()) return Annotate(description.status(), "the pool's model description");
-  const WeightLayout layout = WeightLayout::Create(description->config, description->format);
+  TANDEM_ASSIGN_OR_RETURN(const ModelDescription description,
+                          ReadModelDescription(device, model, manifest.weights().description_bytes()));
+  const WeightLayout layout = WeightLayout::Create(description.config, description.format);
   if (layout.total_bytes != manifest.weights().bytes())
     return Differs("size of the weights", absl::StrCat(manifest.weights().bytes()), absl::StrCat(layout.total_bytes));
   if (const std::string hash = LayoutHash(manifest, layout); hash != manifest.layout_hash())
     return Differs("layout hash", manifest.layout_hash(), hash);
-  if (const std::string sample = SampleChecksum(weights.first(layout.total_bytes));
-      sample != manifest.weights().sample_checksum())
+  TANDEM_ASSIGN_OR_RETURN(const std::string sample, SampleChecksum(device, weights.first(layout.total_bytes)));
+  if (sample != manifest.weights().sample_checksum())
     return Differs("checksum of the weights' sample", manifest.weights().sample_checksum(), sample);
   return absl::OkStatus();
 }

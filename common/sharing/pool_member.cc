@@ -66,6 +66,11 @@ class HeldPoolMember final : public PoolMember {
   }
   ~HeldPoolMember() override { Stop(); }
 
+  Device device() const override { return options_.device; }
+  absl::Status health() const override {
+    MutexLock lock(&mutex_);
+    return health_;
+  }
   v1::PoolService::Service* service() override { return &service_; }
 
   void Offer(PoolEvents events) override {
@@ -164,6 +169,7 @@ class HeldPoolMember final : public PoolMember {
   absl::Status ServeAcquire(const grpc::ServerContext& context, const v1::AcquireLeaseRequest& request, v1::LeaseState* response);
   absl::Status ServeRelease(const grpc::ServerContext& context, const v1::ReleaseLeaseRequest& request, v1::LeaseState* response);
 
+  // Errors: UNAVAILABLE.
   absl::Status CheckOffering() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckLessor(v1::Role role) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasLivingPeer() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return peer_.is_open() && !peer_.HasDied(); }
@@ -207,6 +213,7 @@ class HeldPoolMember final : public PoolMember {
   PoolEvents events_;  // written once, by Offer
   bool is_offering_ ABSL_GUARDED_BY(mutex_) = false;
   bool is_stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status health_ ABSL_GUARDED_BY(mutex_);
   LeaseBook book_ ABSL_GUARDED_BY(mutex_);
   ProcessWatch peer_ ABSL_GUARDED_BY(mutex_);
   std::uint64_t peer_generation_ ABSL_GUARDED_BY(mutex_) = 0;  // changes with every attachment and loss
@@ -233,6 +240,12 @@ std::vector<v1::OwnedBytes> HeldPoolMember::RegionLedger() const {
     if (kind == v1::REGION_KIND_TRAINER_STANDING) owned.set_role(v1::ROLE_TRAINER);
     if (kind == v1::REGION_KIND_ELASTIC) owned.set_role(lease().holder());
   }
+  if (const absl::StatusOr<DeviceMemoryUse> use = DriverMemory(options_.device); use.ok()) {
+    v1::OwnedBytes& owned = ledger.emplace_back();
+    owned.set_owner("outside_pool");
+    const std::uint64_t used_bytes = use->total_bytes - use->free_bytes;
+    owned.set_bytes(used_bytes - std::min(used_bytes, mapping_->size_bytes()));
+  }
   return ledger;
 }
 
@@ -240,6 +253,7 @@ std::vector<v1::OwnedBytes> HeldPoolMember::RegionLedger() const {
 
 absl::Status HeldPoolMember::CheckOffering() const {
   if (is_stopping_) return absl::UnavailableError(absl::StrCat(RoleName(options_.role), " is stopping"));
+  TANDEM_RETURN_IF_ERROR(health_);
   if (!is_offering_)
     return absl::UnavailableError(absl::StrCat(RoleName(options_.role), " is starting: its pool is not offered yet"));
   return absl::OkStatus();
@@ -320,6 +334,9 @@ void HeldPoolMember::LosePeer() {
   const bool held = book_.EndLeaseOf(lost, options_.role == v1::ROLE_ROLLOUT ? v1::ROLE_ROLLOUT : v1::ROLE_UNSPECIFIED);
   TANDEM_LOG(kWarning, "sharing", "lost ", RoleName(lost), " pid=", peer_.pid(), held ? " which held the lease," : "",
              " epoch=", book_.epoch(), " holder=", RoleName(book_.holder()));
+  if (manifest_.dies_with_maker() && !is_made_)
+    health_ = absl::UnavailableError(absl::StrCat("the pool's memory died with ", RoleName(lost), " pid ", peer_.pid(),
+                                                  ", which made it (transport ", manifest_.transport(), "): start again"));
   peer_ = ProcessWatch();
   ++peer_generation_;
   doubtful_epoch_.reset();
@@ -587,13 +604,28 @@ void HeldPoolMember::CheckSilence() {
   if (const absl::Status status = peer_.Kill(); !status.ok()) TANDEM_LOG(kError, "sharing", std::string(status.message()));
 }
 
+absl::StatusOr<std::unique_ptr<PoolMemory>> CreateMemory(const PoolMemberOptions& options) {
+  if (options.device == Device::kCpu) {
+    if (options.use_cuda_ipc)
+      return absl::InvalidArgumentError("pool: the transport cuda_ipc needs a GPU, the device is the CPU");
+    return PoolMemory::CreateMemfd();
+  }
+  if (options.use_cuda_ipc && options.strict_leases)
+    return absl::InvalidArgumentError("pool: memory of the transport cuda_ipc cannot be protected: no strict leases with it");
+  return options.use_cuda_ipc ? PoolMemory::CreateCudaIpc() : PoolMemory::CreateCuda();
+}
+
 }  // namespace
+
+absl::StatusOr<ModelDescription> ReadModelDescription(const PoolMember& pool) {
+  return ReadModelDescription(pool.device(), pool.region(v1::REGION_KIND_MODEL), pool.manifest().weights().description_bytes());
+}
 
 absl::StatusOr<std::unique_ptr<PoolMember>> PoolMember::Start(const PoolMemberOptions& options) {
   if (options.role != v1::ROLE_ROLLOUT && options.role != v1::ROLE_TRAINER)
     return absl::InvalidArgumentError(absl::StrCat("pool: role ", static_cast<int>(options.role), " is neither daemon's"));
   TANDEM_ASSIGN_OR_RETURN(RunDir run_dir, RunDir::Open(options.run_dir));
-  const std::unique_ptr<PoolMemory> memory = PoolMemory::CreateMemfd();
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMemory> memory, CreateMemory(options));
   TANDEM_ASSIGN_OR_RETURN(HeldPool pool, FindOrMakePool(options, run_dir, memory.get()));
   UniqueFd wake(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake.is_open()) return absl::ResourceExhaustedError(absl::StrCat("eventfd: ", std::strerror(errno)));

@@ -12,6 +12,8 @@
 
 #include "absl/time/time.h"
 #include "common/base/status.h"
+#include "common/gpu/device.h"
+#include "common/model/model_source.h"
 #include "proto/pool.grpc.pb.h"
 
 namespace tandem {
@@ -21,7 +23,11 @@ struct PoolMemberOptions {
   std::string peer_address;                  // gRPC address of the other daemon
   std::string run_dir;                       // lock file and Unix sockets; 0700
   std::string model_path;                    // read only by the daemon that makes the pool; may be empty for one that only joins
-  std::uint64_t pool_bytes = 0;              // 0: weights + model + both standing regions + a default elastic region
+  Device device = Device::kCpu;              // where the pool lies: both daemons' must be the same
+  bool use_cuda_ipc = false;                 // the second transport of device memory, which dies with its maker
+  std::uint64_t pool_bytes = 0;              // 0: on a GPU all free memory but `reserve_bytes`; else what the regions need and a
+                                             // default elastic region
+  std::uint64_t reserve_bytes = 0;           // device memory left to both daemons' contexts, modules and graphs
   std::uint64_t chunk_bytes = 0;             // 0: by pool size
   std::uint64_t rollout_standing_bytes = 0;  // 0: default
   std::uint64_t trainer_standing_bytes = 0;  // 0: default
@@ -56,12 +62,19 @@ class PoolMember {
   virtual void Offer(PoolEvents events) = 0;
   virtual void Stop() = 0;
 
+  // Where the pool lies. On Device::kCuda all addresses below are device addresses, which the host never dereferences.
+  virtual Device device() const = 0;
+  // OK, or why the pool can be used no longer and the daemon has to end: its memory died with the process that made it (transport
+  // cuda_ipc). UNAVAILABLE.
+  virtual absl::Status health() const = 0;
   virtual std::span<std::byte> region(v1::RegionKind kind) const = 0;  // this process's mapping
   virtual std::uint64_t offset_of(const void* address) const = 0;      // pool offset; Requires: inside the pool
   virtual std::byte* address_of(std::uint64_t offset_bytes) const = 0;
   virtual v1::PoolManifest manifest() const = 0;
   virtual bool made_pool() const = 0;  // false: attached to a living one
   virtual bool is_peer_attached() const = 0;
+  // Of the pool by region; on a GPU also "outside_pool", not in the pool: what the driver calls used and the pool is not (both
+  // contexts, modules, graphs, and other processes of the card).
   virtual std::vector<v1::OwnedBytes> RegionLedger() const = 0;
 
   // Lease, from this daemon's side. The trainer asks the rollout server over gRPC; the rollout server holds it otherwise.
@@ -70,5 +83,8 @@ class PoolMember {
   virtual v1::LeaseState lease() const = 0;
   virtual bool holds_elastic() const = 0;
 };
+
+// What the pool says of its model. Errors: those of CopyToHost and of ParseModelDescription.
+absl::StatusOr<ModelDescription> ReadModelDescription(const PoolMember& pool);
 
 }  // namespace tandem

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <filesystem>
 #include <system_error>
 #include <utility>
@@ -34,6 +33,8 @@ constexpr absl::Duration kHandOverTimeout = absl::Seconds(10);  // of the descri
 constexpr absl::Duration kRetryInterval = absl::Milliseconds(50);
 constexpr absl::Duration kPredecessorTimeout = absl::Seconds(2);  // a killed predecessor is still being taken down
 constexpr absl::Duration kLogInterval = absl::Seconds(5);
+constexpr std::uint64_t kDeviceStandingBytes = kGiB;  // each daemon's on a GPU
+constexpr std::uint64_t kLeastElasticBytes = 256 * kMiB;
 
 bool MayPass(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status) || absl::IsCancelled(status) || absl::IsAborted(status);
@@ -53,20 +54,56 @@ absl::Status ProtectModel(const v1::PoolManifest& manifest, PoolMapping* mapping
   return absl::OkStatus();
 }
 
+// A GPU's pool is all of its free memory but the reserve. Errors: RESOURCE_EXHAUSTED naming what the GPU has and what is needed.
+absl::Status FillDeviceSizes(std::uint64_t reserve_bytes, PoolSizes* sizes) {
+  TANDEM_ASSIGN_OR_RETURN(const DeviceMemoryUse use, DriverMemory(Device::kCuda));
+  for (std::uint64_t* const bytes : {&sizes->rollout_standing_bytes, &sizes->trainer_standing_bytes}) {
+    if (*bytes == 0) *bytes = kDeviceStandingBytes;
+  }
+  sizes->elastic_on_chunk = true;
+  const std::string gpu = absl::StrCat("pool: the GPU ", DeviceName(Device::kCuda), " has ", FormatBytes(use.free_bytes),
+                                       " free of ", FormatBytes(use.total_bytes));
+  if (sizes->pool_bytes > use.free_bytes)
+    return absl::ResourceExhaustedError(absl::StrCat(gpu, "; pool_bytes asks for ", FormatBytes(sizes->pool_bytes)));
+  if (sizes->pool_bytes != 0) return absl::OkStatus();
+  const std::uint64_t left_bytes = use.free_bytes - std::min(use.free_bytes, reserve_bytes);
+  const std::uint64_t chunk_bytes = sizes->chunk_bytes != 0 ? sizes->chunk_bytes : 256 * kMiB;
+  const std::uint64_t needed_bytes = sizes->weights_bytes + sizes->model_bytes + sizes->rollout_standing_bytes +
+                                     sizes->trainer_standing_bytes + kLeastElasticBytes;
+  sizes->pool_bytes = left_bytes / chunk_bytes * chunk_bytes;
+  if (sizes->pool_bytes >= needed_bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat(
+      gpu, ", of which ", FormatBytes(reserve_bytes), " stay in reserve; needed are ", FormatBytes(needed_bytes), ": weights ",
+      FormatBytes(sizes->weights_bytes), ", rollout standing ", FormatBytes(sizes->rollout_standing_bytes), ", trainer standing ",
+      FormatBytes(sizes->trainer_standing_bytes), ", elastic at least ", FormatBytes(kLeastElasticBytes)));
+}
+
+absl::StatusOr<PoolPlan> PlanPool(const PoolMemberOptions& options, PoolSizes sizes, const PoolMemory& memory) {
+  if (memory.device() == Device::kCuda) TANDEM_RETURN_IF_ERROR(FillDeviceSizes(options.reserve_bytes, &sizes));
+  TANDEM_ASSIGN_OR_RETURN(PoolPlan plan, PoolPlan::Create(sizes, memory.granularity_bytes()));
+  if (memory.dies_with_maker()) {
+    plan.chunk_bytes *= plan.num_chunks;
+    plan.num_chunks = 1;
+  }
+  return plan;
+}
+
 absl::StatusOr<HeldPool> MakePool(const PoolMemberOptions& options, PoolMemory* memory, FileLock membership) {
   const absl::Time begin = absl::Now();
   const absl::StatusOr<std::unique_ptr<ModelSource>> source = ModelSource::Open(options.model_path);
   if (!source.ok()) return Annotate(source.status(), absl::StrCat("opening model '", options.model_path, "'"));
-  const ModelDescription& description = (*source)->description();
+  ModelDescription description = (*source)->description();
+  description.format = memory->device() == Device::kCuda ? StorageFormat::kBf16 : StorageFormat::kFp32;
   const std::string description_bytes = SerializeModelDescription(description);
   const WeightLayout layout = WeightLayout::Create(description.config, description.format);
-  TANDEM_ASSIGN_OR_RETURN(const PoolPlan plan, PoolPlan::Create({.pool_bytes = options.pool_bytes,
-                                                                 .chunk_bytes = options.chunk_bytes,
-                                                                 .weights_bytes = layout.total_bytes,
-                                                                 .model_bytes = description_bytes.size(),
-                                                                 .rollout_standing_bytes = options.rollout_standing_bytes,
-                                                                 .trainer_standing_bytes = options.trainer_standing_bytes},
-                                                                memory->granularity_bytes()));
+  TANDEM_ASSIGN_OR_RETURN(const PoolPlan plan, PlanPool(options,
+                                                        {.pool_bytes = options.pool_bytes,
+                                                         .chunk_bytes = options.chunk_bytes,
+                                                         .weights_bytes = layout.total_bytes,
+                                                         .model_bytes = description_bytes.size(),
+                                                         .rollout_standing_bytes = options.rollout_standing_bytes,
+                                                         .trainer_standing_bytes = options.trainer_standing_bytes},
+                                                        *memory));
   TANDEM_RETURN_IF_ERROR(RaiseDescriptorLimit(plan.num_chunks));
   TANDEM_ASSIGN_OR_RETURN(std::vector<UniqueFd> chunks, memory->CreateChunks(plan.num_chunks, plan.chunk_bytes));
   TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<PoolMapping> mapping, memory->Map(chunks, plan.chunk_bytes));
@@ -76,17 +113,20 @@ absl::StatusOr<HeldPool> MakePool(const PoolMemberOptions& options, PoolMemory* 
   manifest.set_pool_id(absl::BytesToHexString(MakeToken()));
   manifest.set_device_uuid(memory->device_uuid());
   manifest.set_transport(memory->transport());
+  manifest.set_dies_with_maker(memory->dies_with_maker());
   manifest.set_chunk_bytes(plan.chunk_bytes);
   manifest.set_num_chunks(plan.num_chunks);
   manifest.mutable_regions()->Add(plan.regions.begin(), plan.regions.end());
 
   TANDEM_LOG(kInfo, "sharing", "loading model=", options.model_path, " weights=", FormatBytes(layout.total_bytes),
              " pool=", FormatBytes(mapping->size_bytes()), " chunks=", plan.num_chunks, "x", FormatBytes(plan.chunk_bytes));
+  const Device device = memory->device();
+  if (device == Device::kCuda) TANDEM_RETURN_IF_ERROR(ZeroMemory(device, mapping->base(), mapping->size_bytes()));
   const std::span<std::byte> model = SpanOf(*mapping, RangeOf(manifest, v1::REGION_KIND_MODEL));
-  std::memcpy(model.data(), description_bytes.data(), description_bytes.size());
+  TANDEM_RETURN_IF_ERROR(CopyFromHost(device, model.data(), description_bytes.data(), description_bytes.size()));
   const std::span<std::byte> weights = SpanOf(*mapping, RangeOf(manifest, v1::REGION_KIND_WEIGHTS)).first(layout.total_bytes);
   absl::Time logged = absl::Now();
-  const absl::Status loaded = (*source)->LoadWeights(layout, weights, [&](std::uint64_t bytes) {
+  const absl::Status loaded = (*source)->LoadWeights(layout, device, weights, [&](std::uint64_t bytes) {
     if (absl::Now() - logged < kLogInterval) return;
     logged = absl::Now();
     TANDEM_LOG(kInfo, "sharing", "loading weights bytes=", bytes, " of=", layout.total_bytes);
@@ -101,7 +141,7 @@ absl::StatusOr<HeldPool> MakePool(const PoolMemberOptions& options, PoolMemory* 
   facts->set_num_tensors(static_cast<std::uint32_t>(layout.Tensors().size()));
   facts->set_bytes(layout.total_bytes);
   facts->set_description_bytes(description_bytes.size());
-  facts->set_sample_checksum(SampleChecksum(weights));
+  TANDEM_ASSIGN_OR_RETURN(*facts->mutable_sample_checksum(), SampleChecksum(device, weights));
   facts->set_source(AbsolutePath(options.model_path));
   manifest.set_layout_hash(LayoutHash(manifest, layout));
   TANDEM_RETURN_IF_ERROR(ProtectModel(manifest, mapping.get()));
@@ -150,7 +190,7 @@ class Joiner {
     TANDEM_ASSIGN_OR_RETURN(std::vector<UniqueFd> chunks, Receive(manifest, &offerer));
     TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<PoolMapping> mapping, memory_->Map(chunks, manifest.chunk_bytes()));
     TANDEM_RETURN_IF_ERROR(ProtectModel(manifest, mapping.get()));
-    TANDEM_RETURN_IF_ERROR(CheckContent(manifest, SpanOf(*mapping, RangeOf(manifest, v1::REGION_KIND_WEIGHTS)),
+    TANDEM_RETURN_IF_ERROR(CheckContent(manifest, memory_->device(), SpanOf(*mapping, RangeOf(manifest, v1::REGION_KIND_WEIGHTS)),
                                         SpanOf(*mapping, RangeOf(manifest, v1::REGION_KIND_MODEL))));
     LeaseBook lease(RangeOf(manifest, v1::REGION_KIND_ELASTIC), v1::ROLE_UNSPECIFIED);
     TANDEM_RETURN_IF_ERROR(lease.Adopt(manifest.lease()));
@@ -231,6 +271,8 @@ class Joiner {
       if (absl::Now() > deadline) return status;
       absl::SleepFor(kRetryInterval);
     }
+    if (pool->manifest.dies_with_maker())
+      return absl::UnavailableError("the offerer died during the handshake, and its memory with it");
     TANDEM_LOG(kWarning, "sharing",
                "the offerer died during the handshake: keeping pool=", pool->manifest.pool_id().substr(0, 8));
     pool->lease.EndLeaseOf(PeerOf(options_.role), v1::ROLE_UNSPECIFIED);

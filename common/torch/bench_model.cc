@@ -48,7 +48,7 @@ absl::StatusOr<BenchModel> BenchModel::Open(const std::string& path) {
   WeightLayout layout = WeightLayout::Create(config, StorageFormat::kFp32);
   BenchBytes weights(layout.total_bytes);
   if (source != nullptr) {
-    TANDEM_RETURN_IF_ERROR(source->LoadWeights(layout, weights.span(), [](std::uint64_t) {}));
+    TANDEM_RETURN_IF_ERROR(source->LoadWeights(layout, Device::kCpu, weights.span(), [](std::uint64_t) {}));
   } else {
     weights.FillRandom();
   }

@@ -199,7 +199,7 @@ bool UseModel(const std::string& path) {
   EXPECT_LE(layout.total_bytes, 1u << 20) << "a damaged size passed: the files hold no more";
   if (layout.total_bytes > 1u << 20) return true;
   std::vector<std::byte> region(layout.total_bytes);
-  EXPECT_TRUE((*source)->LoadWeights(layout, region, nullptr).ok());
+  EXPECT_TRUE((*source)->LoadWeights(layout, Device::kCpu, region, nullptr).ok());
   return true;
 }
 

@@ -54,7 +54,7 @@ LoadedModel Load(const std::string& path, StorageFormat format = StorageFormat::
   model.layout = WeightLayout::Create(model.description.config, format);
   model.region.resize(model.layout.total_bytes);
   std::uint64_t last_progress = 0;
-  const absl::Status status = (*source)->LoadWeights(model.layout, model.region, [&](std::uint64_t bytes) {
+  const absl::Status status = (*source)->LoadWeights(model.layout, Device::kCpu, model.region, [&](std::uint64_t bytes) {
     EXPECT_GE(bytes, last_progress);
     last_progress = bytes;
   });
@@ -355,11 +355,11 @@ TEST(HuggingFaceSourceTest, FileCutAfterOpeningIsAnError) {
   std::filesystem::resize_file(directory.File("model.safetensors"), 20000);
   const WeightLayout layout = WeightLayout::Create((*source)->description().config, StorageFormat::kFp32);
   std::vector<std::byte> region(layout.total_bytes);
-  const absl::Status status = (*source)->LoadWeights(layout, region, nullptr);
+  const absl::Status status = (*source)->LoadWeights(layout, Device::kCpu, region, nullptr);
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("cut short"), absl::string_view::npos) << status;
   region.pop_back();
-  EXPECT_EQ((*source)->LoadWeights(layout, region, nullptr).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ((*source)->LoadWeights(layout, Device::kCpu, region, nullptr).code(), absl::StatusCode::kInvalidArgument);
 }
 
 TEST(ModelDescriptionTest, SurvivesSerialisation) {

@@ -27,7 +27,7 @@ int RunDaemon(int argc, char** argv) {
   std::atomic<bool> is_stopped = false;
   const absl::Time begin = absl::Now();
   return Daemon::Serve(
-      config, metrics->get(), {}, [](int port) { std::printf("port %d\n", port), std::fflush(stdout); },
+      config, metrics->get(), nullptr, {}, [](int port) { std::printf("port %d\n", port), std::fflush(stdout); },
       [&] {
         const bool fails = config.pool.model_path == "fail" && absl::Now() - begin > absl::Milliseconds(100);
         return fails ? absl::InternalError("engine gave up") : absl::OkStatus();
