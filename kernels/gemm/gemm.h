@@ -26,9 +26,9 @@ struct MatrixView {
 
 // a [m, k] and b [k, n] of one type, fp32 or bf16; c [m, n] fp32 or, with bf16 factors, bf16; c's column_stride is 1.
 struct GemmParams {
-  MatrixView a;
-  MatrixView b;
-  MatrixView c;  // written, though the view says const
+  MatrixView a = {};
+  MatrixView b = {};
+  MatrixView c = {};  // written, though the view says const
   float alpha = 1;
   float beta = 0;  // 0: what c held is not read
 };
