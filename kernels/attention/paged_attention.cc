@@ -32,8 +32,7 @@ void AttendRow(const PagedAttentionParams& params, std::int64_t sequence, std::i
   const T* query = static_cast<const T*>(params.query) + row * params.query_row_stride + head * dim;
   const std::int32_t* pages = params.page_indices + params.page_indptr[sequence];
   const auto offset = [&](std::int64_t key) {
-    return pages[key / shape.page_tokens] * params.page_stride +
-           (key % shape.page_tokens * shape.num_kv_heads + kv_head) * dim;
+    return pages[key / shape.page_tokens] * params.page_stride + (key % shape.page_tokens * shape.num_kv_heads + kv_head) * dim;
   };
   scores->assign(static_cast<std::size_t>(num_keys), 0);
   double largest = -INFINITY;

@@ -1,6 +1,6 @@
-// Planning, parameters, and head size 64. Grid: (tiles of query rows x group heads, by chunk of keys; KV heads); block: 4 warps of
-// tensor-core tiles. Decode reads each sequence's keys and values once, 2 x context x kv_size x 2 bytes: bound by memory, 4.1 to 4.3
-// TB/s measured on an H200 at long contexts.
+// Planning, parameters, and head size 64. Grid: (tiles of query rows x group heads, by chunk of keys; KV heads); block: 4 warps
+// of tensor-core tiles. Decode reads each sequence's keys and values once, 2 x context x kv_size x 2 bytes: bound by memory, 4.1
+// to 4.3 TB/s measured on an H200 at long contexts.
 #include "kernels/attention/paged_attention_head.cuh"
 
 namespace tandem::internal {
@@ -18,9 +18,7 @@ template <typename Call>
 absl::Status Guarded(const char* what, Call&& call) {
   try {
     return CudaToStatus(call(), what);
-  } catch (const std::exception& error) {
-    return absl::InternalError(absl::StrCat(what, ": ", error.what()));
-  }
+  } catch (const std::exception& error) { return absl::InternalError(absl::StrCat(what, ": ", error.what())); }
 }
 
 absl::Status CheckDeviceShape(const PagedAttentionShape& shape) {
@@ -55,7 +53,8 @@ PagedPrefillParams PrefillParams(const PagedAttentionParams& p, const fi::Prefil
     params.merge_indptr = at(plan.merge_indptr_offset);
     if (plan.enable_cuda_graph) params.block_valid_mask = fi::GetPtrFromBaseOffset<bool>(indices, plan.block_valid_mask_offset);
   }
-  if (plan.enable_cuda_graph) params.total_num_rows = fi::GetPtrFromBaseOffset<std::uint32_t>(indices, plan.total_num_rows_offset);
+  if (plan.enable_cuda_graph)
+    params.total_num_rows = fi::GetPtrFromBaseOffset<std::uint32_t>(indices, plan.total_num_rows_offset);
   return params;
 }
 

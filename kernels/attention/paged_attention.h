@@ -1,10 +1,10 @@
 // Causal attention of a ragged batch of queries over a paged KV cache: prefill, chunks of it and decode alike. On the device
-// FlashInfer's prefill template (bf16, head sizes 64 and 128, any group of query heads over a KV head); the reference takes fp32 and
-// bf16 and any size.
+// FlashInfer's prefill template (bf16, head sizes 64 and 128, any group of query heads over a KV head); the reference takes fp32
+// and bf16 and any size.
 //
-// Example, pages of 16 tokens: sequence 0 prefills its last 3 of 20 tokens, sequence 1 decodes its 5th token: query_indptr [0 3 4],
-// page_indptr [0 2 3], page_indices [7 4 9], last_page_tokens [4 5]. The last of a sequence's queries sees all its keys, the one
-// before it one key less, and so on.
+// Example, pages of 16 tokens: sequence 0 prefills its last 3 of 20 tokens, sequence 1 decodes its 5th token: query_indptr [0 3
+// 4], page_indptr [0 2 3], page_indices [7 4 9], last_page_tokens [4 5]. The last of a sequence's queries sees all its keys, the
+// one before it one key less, and so on.
 #pragma once
 
 #include <cstddef>
@@ -55,12 +55,12 @@ absl::Status PlanPagedAttention(const PagedAttentionPlanParams& params, const Pa
 
 struct PagedAttentionParams {
   PagedAttentionShape shape;
-  const void* query = nullptr;        // [num_rows, query_row_stride]: num_heads x head_dim of each row, rotated
-  std::int64_t query_row_stride = 0;  // in elements
-  const void* keys = nullptr;         // page p: [page_tokens, num_kv_heads, head_dim] at keys + p page_stride
-  const void* values = nullptr;       // as keys
-  std::int64_t page_stride = 0;       // in elements
-  void* output = nullptr;             // [num_rows, num_heads, head_dim]
+  const void* query = nullptr;                     // [num_rows, query_row_stride]: num_heads x head_dim of each row, rotated
+  std::int64_t query_row_stride = 0;               // in elements
+  const void* keys = nullptr;                      // page p: [page_tokens, num_kv_heads, head_dim] at keys + p page_stride
+  const void* values = nullptr;                    // as keys
+  std::int64_t page_stride = 0;                    // in elements
+  void* output = nullptr;                          // [num_rows, num_heads, head_dim]
   const std::int32_t* query_indptr = nullptr;      // [num_sequences + 1]
   const std::int32_t* page_indptr = nullptr;       // [num_sequences + 1]
   const std::int32_t* page_indices = nullptr;      // [page_indptr[num_sequences]]

@@ -30,10 +30,14 @@ cudaError_t LaunchPagedPrefill(const PagedPrefillParams& params, std::int64_t ti
         params, partial_output, partial_lse, /*enable_pdl=*/false, stream);
   };
   switch (tile) {
-    case 16: return launch.template operator()<16>();
-    case 64: return launch.template operator()<64>();
-    case 128: return launch.template operator()<128>();
-    default: return cudaErrorInvalidValue;
+    case 16:
+      return launch.template operator()<16>();
+    case 64:
+      return launch.template operator()<64>();
+    case 128:
+      return launch.template operator()<128>();
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 

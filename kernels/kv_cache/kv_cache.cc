@@ -1,7 +1,7 @@
 #include "kernels/kv_cache/kv_cache.h"
 
-#include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "kernels/base/elements.h"
 
@@ -13,25 +13,36 @@ constexpr std::int64_t kMaxHalf = 128;
 template <typename T>
 void RopeAndCacheReference(const RopeAndCacheParams& p) {
   const std::int64_t dim = p.head_dim, half = dim / 2, kv_size = p.num_kv_heads * dim;
-  const std::int64_t stride = (p.num_heads + 2 * p.num_kv_heads) * dim;
+  const std::int64_t num_heads = p.num_heads + 2 * p.num_kv_heads;
+  std::vector<float> head_values(static_cast<std::size_t>(dim));
+  float* const head = head_values.data();
   for (std::int64_t row = 0; row < p.num_rows; ++row) {
-    T* const x = static_cast<T*>(p.qkv) + row * stride;
+    T* const x = static_cast<T*>(p.qkv) + row * num_heads * dim;
     const float *cosines = p.cosines + p.positions[row] * half, *sines = p.sines + p.positions[row] * half;
-    const auto rotate = [&](const T* from, T* to) {
-      for (std::int64_t i = 0; i < half; ++i) {
-        const float a = ToFloat(from[i]), b = ToFloat(from[i + half]);
-        to[i] = FromFloat<T>(a * cosines[i] - b * sines[i]);
-        to[i + half] = FromFloat<T>(b * cosines[i] + a * sines[i]);
-      }
-    };
-    for (std::int64_t head = 0; head < p.num_heads; ++head) rotate(x + head * dim, x + head * dim);
-    if (p.slots[row] < 0) continue;
     const std::int64_t place = p.slots[row] / p.page_tokens * p.page_stride + p.slots[row] % p.page_tokens * kv_size;
-    const T *keys = x + p.num_heads * dim, *values = keys + kv_size;
-    for (std::int64_t head = 0; head < p.num_kv_heads; ++head) {
-      rotate(keys + head * dim, static_cast<T*>(p.keys) + place + head * dim);
+    for (std::int64_t h = 0; h < num_heads; ++h) {
+      const bool is_query = h < p.num_heads, is_key = !is_query && h < p.num_heads + p.num_kv_heads;
+      if (!is_query && p.slots[row] < 0) break;
+      for (std::int64_t i = 0; i < dim; ++i) {
+        head[i] = ToFloat(x[h * dim + i]);
+        if (p.bias != nullptr) head[i] += ToFloat(static_cast<const T*>(p.bias)[h * dim + i]);
+      }
+      const auto* norm = static_cast<const T*>(is_query ? p.q_norm : is_key ? p.k_norm : nullptr);
+      if (norm != nullptr) {
+        double sum = 0;
+        for (std::int64_t i = 0; i < dim; ++i) sum += static_cast<double>(head[i]) * static_cast<double>(head[i]);
+        const double scale = 1 / std::sqrt(sum / static_cast<double>(dim) + static_cast<double>(p.epsilon));
+        for (std::int64_t i = 0; i < dim; ++i) head[i] *= static_cast<float>(scale) * ToFloat(norm[i]);
+      }
+      T* const to = is_query ? x + h * dim
+                    : is_key ? static_cast<T*>(p.keys) + place + (h - p.num_heads) * dim
+                             : static_cast<T*>(p.values) + place + (h - p.num_heads - p.num_kv_heads) * dim;
+      for (std::int64_t i = 0; i < half; ++i) {
+        const float c = is_query || is_key ? cosines[i] : 1.f, s = is_query || is_key ? sines[i] : 0.f;
+        to[i] = FromFloat<T>(head[i] * c - head[i + half] * s);
+        to[i + half] = FromFloat<T>(head[i + half] * c + head[i] * s);
+      }
     }
-    std::copy_n(values, kv_size, static_cast<T*>(p.values) + place);
   }
 }
 
@@ -55,8 +66,8 @@ absl::Status FillRopeTable(const RopeTableParams& params, Device device, void* s
 }
 
 absl::Status RopeAndCache(const RopeAndCacheParams& params, Device device, void* stream) {
-  if (params.num_heads < 1 || params.num_kv_heads < 1 || params.head_dim < 2 || params.head_dim % 2 != 0 ||
-      params.page_tokens < 1 || params.num_rows < 0) {
+  if (params.num_heads < 1 || params.num_kv_heads < 1 || params.head_dim < 2 || params.head_dim > 2 * kMaxHalf ||
+      params.head_dim % 2 != 0 || params.page_tokens < 1 || params.num_rows < 0) {
     return absl::InvalidArgumentError(absl::StrCat("rope and cache: ", params.num_rows, " rows, ", params.num_heads, " and ",
                                                    params.num_kv_heads, " heads of ", params.head_dim, ", pages of ",
                                                    params.page_tokens, " tokens"));
@@ -70,8 +81,8 @@ absl::Status RopeAndCache(const RopeAndCacheParams& params, Device device, void*
 
 absl::Status RoundBlock(const RoundBlockParams& params, Device device, void* stream) {
   if (params.num_rows < 0 || params.num_columns < 0 || params.output_row_stride < params.num_columns) {
-    return absl::InvalidArgumentError(absl::StrCat("rounding [", params.num_rows, ", ", params.num_columns, "] into rows of ",
-                                                   params.output_row_stride));
+    return absl::InvalidArgumentError(
+        absl::StrCat("rounding [", params.num_rows, ", ", params.num_columns, "] into rows of ", params.output_row_stride));
   }
   if (params.num_rows == 0 || params.num_columns == 0) return absl::OkStatus();
   if (device == Device::kCuda) return internal::RoundBlockCuda(params, stream);

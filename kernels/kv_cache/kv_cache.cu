@@ -1,6 +1,6 @@
-// RopeAndCache: one block a row, one thread a pair of elements at a time: queries, keys and values of the row in turn. Bytes moved:
-// queries read and written, keys and values read and written elsewhere, 4 bytes an element of qkv; bound by memory, and by the
-// launch at decode sizes.
+// RopeAndCache: one block a row, one warp a head at a time, of queries, keys and values in turn; each lane holds up to four
+// pairs. Bytes moved: queries read and written, keys and values read and written elsewhere, 4 bytes an element of qkv; bound by
+// memory, and by the launch at decode sizes.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -27,29 +27,54 @@ __global__ void RopeTableKernel(Frequencies frequencies, int half, std::int64_t 
 
 template <typename T>
 __global__ void RopeAndCacheKernel(RopeAndCacheParams p) {
+  constexpr int kMaxPairs = 4;  // of a lane
   const std::int64_t row = blockIdx.x;
-  const int half = p.head_dim / 2, kv_size = p.num_kv_heads * p.head_dim;
-  T* const x = static_cast<T*>(p.qkv) + row * ((p.num_heads + 2 * p.num_kv_heads) * p.head_dim);
+  const int dim = p.head_dim, half = dim / 2, num_heads = p.num_heads + 2 * p.num_kv_heads;
+  const int lane = static_cast<int>(threadIdx.x % 32), num_warps = static_cast<int>(blockDim.x / 32);
+  T* const x = static_cast<T*>(p.qkv) + row * num_heads * dim;
   const std::int64_t position = p.positions[row], slot = p.slots[row];
-  const float* const cosines = p.cosines + position * half;
-  const float* const sines = p.sines + position * half;
-  const std::int64_t place = slot / p.page_tokens * p.page_stride + slot % p.page_tokens * kv_size;
-  T* const keys = static_cast<T*>(p.keys) + place;
-  T* const values = static_cast<T*>(p.values) + place;
-  const int num_pairs = (p.num_heads + p.num_kv_heads) * half;
-  for (int pair = static_cast<int>(threadIdx.x); pair < num_pairs; pair += static_cast<int>(blockDim.x)) {
-    const int head = pair / half, i = pair % half;
-    const bool is_query = head < p.num_heads;
-    if (!is_query && slot < 0) continue;
-    const T* from = x + head * p.head_dim + i;
-    T* to = is_query ? x + head * p.head_dim + i : keys + (head - p.num_heads) * p.head_dim + i;
-    const float a = AsFloat(from[0]), b = AsFloat(from[half]), c = cosines[i], s = sines[i];
-    SetElement(&to[0], a * c - b * s);
-    SetElement(&to[half], b * c + a * s);
+  const std::int64_t place = slot / p.page_tokens * p.page_stride + slot % p.page_tokens * (p.num_kv_heads * dim);
+  for (int head = static_cast<int>(threadIdx.x / 32); head < num_heads; head += num_warps) {
+    const bool is_query = head < p.num_heads, is_key = !is_query && head < p.num_heads + p.num_kv_heads;
+    if (!is_query && slot < 0) break;
+    float a[kMaxPairs], b[kMaxPairs], sum = 0;
+#pragma unroll
+    for (int k = 0; k < kMaxPairs; ++k) {
+      const int i = lane + 32 * k;
+      if (i >= half) break;
+      a[k] = AsFloat(x[head * dim + i]);
+      b[k] = AsFloat(x[head * dim + i + half]);
+      if (p.bias != nullptr) {
+        a[k] += AsFloat(static_cast<const T*>(p.bias)[head * dim + i]);
+        b[k] += AsFloat(static_cast<const T*>(p.bias)[head * dim + i + half]);
+      }
+      sum += a[k] * a[k] + b[k] * b[k];
+    }
+    const T* const norm = static_cast<const T*>(is_query ? p.q_norm : is_key ? p.k_norm : nullptr);
+    if (norm != nullptr) {  // the same for the whole warp
+      for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      const float scale = rsqrtf(sum / static_cast<float>(dim) + p.epsilon);
+#pragma unroll
+      for (int k = 0; k < kMaxPairs; ++k) {
+        const int i = lane + 32 * k;
+        if (i >= half) break;
+        a[k] *= scale * AsFloat(norm[i]);
+        b[k] *= scale * AsFloat(norm[i + half]);
+      }
+    }
+    T* const to = is_query ? x + head * dim
+                  : is_key ? static_cast<T*>(p.keys) + place + (head - p.num_heads) * dim
+                           : static_cast<T*>(p.values) + place + (head - p.num_heads - p.num_kv_heads) * dim;
+#pragma unroll
+    for (int k = 0; k < kMaxPairs; ++k) {
+      const int i = lane + 32 * k;
+      if (i >= half) break;
+      const bool rotates = is_query || is_key;
+      const float c = rotates ? p.cosines[position * half + i] : 1.f, s = rotates ? p.sines[position * half + i] : 0.f;
+      SetElement(&to[i], a[k] * c - b[k] * s);
+      SetElement(&to[i + half], b[k] * c + a[k] * s);
+    }
   }
-  if (slot < 0) return;
-  const T* const source = x + (p.num_heads + p.num_kv_heads) * p.head_dim;
-  for (int i = static_cast<int>(threadIdx.x); i < kv_size; i += static_cast<int>(blockDim.x)) values[i] = source[i];
 }
 
 // Grid: (column blocks, rows).
@@ -78,7 +103,7 @@ absl::Status FillRopeTableCuda(const RopeTableParams& params, void* stream) {
 }
 
 absl::Status RopeAndCacheCuda(const RopeAndCacheParams& params, void* stream) {
-  const unsigned threads = ThreadsFor((params.num_heads + params.num_kv_heads) * params.head_dim / 2, 1024);
+  const unsigned threads = ThreadsFor(32 * (params.num_heads + 2 * params.num_kv_heads), 512);
   const auto rows = static_cast<unsigned>(params.num_rows);
   if (params.dtype == DType::kBf16) {
     RopeAndCacheKernel<__nv_bfloat16><<<rows, threads, 0, static_cast<cudaStream_t>(stream)>>>(params);

@@ -1,8 +1,8 @@
-// Between the qkv product and attention: keys and queries rotated, keys and values written into their pages; and the table of
-// cosines and sines that this reads.
+// Between the qkv product and attention: bias and norm of queries and keys where the family has them, queries and keys rotated,
+// keys and values written into their pages; and the table of cosines and sines that this reads.
 //
-// A page of the bf16 cache is one piece, [num_layers, 2 (keys, values), page_tokens, num_kv_heads, head_dim]: a block is copied at
-// once, and the cache can grow and shrink at one end.
+// A page of the bf16 cache is one piece, [num_layers, 2 (keys, values), page_tokens, num_kv_heads, head_dim]: a block is copied
+// at once, and the cache can grow and shrink at one end.
 #pragma once
 
 #include <cstdint>
@@ -25,20 +25,25 @@ absl::Status FillRopeTable(const RopeTableParams& params, Device device, void* s
 
 struct RopeAndCacheParams {
   DType dtype = DType::kBf16;  // of qkv and cache
-  // [num_rows, (num_heads + 2 num_kv_heads) head_dim]: queries are rotated in place, keys and values only read. Half-split pairs
+  // [num_rows, (num_heads + 2 num_kv_heads) head_dim]: queries are changed in place, keys and values only read. Half-split pairs
   // (i, i + head_dim / 2).
   void* qkv = nullptr;
+  const void* bias = nullptr;    // null, or [(num_heads + 2 num_kv_heads) head_dim], added first
+  const void* q_norm = nullptr;  // null, or [head_dim]: RMSNorm of each query head before its rotation
+  const void* k_norm = nullptr;  // null, or [head_dim]: of each key head
+  float epsilon = 0;
   std::int64_t num_rows = 0;
   int num_heads = 0;
   int num_kv_heads = 0;
-  int head_dim = 0;
+  int head_dim = 0;                         // even, at most 256
   const std::int32_t* positions = nullptr;  // [num_rows]
   const float* cosines = nullptr;           // [max_positions, head_dim / 2]
   const float* sines = nullptr;
-  const std::int32_t* slots = nullptr;  // [num_rows]: page * page_tokens + offset; below 0: the row is padding, nothing is written
-  void* keys = nullptr;                 // page p: [page_tokens, num_kv_heads, head_dim] at keys + p page_stride
-  void* values = nullptr;               // as keys
-  std::int64_t page_stride = 0;         // in elements
+  const std::int32_t* slots =
+      nullptr;                   // [num_rows]: page * page_tokens + offset; below 0: the row is padding, nothing is written
+  void* keys = nullptr;          // page p: [page_tokens, num_kv_heads, head_dim] at keys + p page_stride
+  void* values = nullptr;        // as keys
+  std::int64_t page_stride = 0;  // in elements
   int page_tokens = 0;
 };
 // Computed in fp32, rounded once. Errors: INVALID_ARGUMENT (shape), UNIMPLEMENTED (no device code), INTERNAL (launch).
