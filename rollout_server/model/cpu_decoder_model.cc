@@ -89,7 +89,8 @@ class CpuDecoderModel : public DecoderModel {
   void RunStep(const StepBatch& batch);
   void PlanStep(const StepBatch& batch);
   void RunLayer(const StepBatch& batch, int layer);
-  void RotateAndCache(const StepBatch& batch, int layer);
+  // Bias and norms of q and k where the family has them, rotary embedding, K and V into the cache.
+  void FinishQkv(const StepBatch& batch, int layer);
   void Attend(const StepBatch& batch, int layer);
   void AttendItem(const StepBatch& batch, int layer, const AttentionItem& item);
   // y = x W^T, then each run's adapters on the linear layers `kinds`, which lie side by side in y's columns.
@@ -98,6 +99,9 @@ class CpuDecoderModel : public DecoderModel {
   void ApplyAdapter(Matrix<const float> x, const AdapterView& adapter, int layer, std::span<const LinearKind> kinds,
                     Matrix<float> y);
   void Norm(const float* x, const TensorPlace& weight, float* y, std::int64_t rows);
+  void NormHeads(float* heads, const TensorPlace& weight, std::int64_t num_heads) const {
+    ops_.rms_norm(heads, Weight(weight), heads, num_heads, config_.head_dim, config_.rms_norm_epsilon);
+  }
 
   const ModelConfig config_;
   const WeightLayout layout_;
@@ -179,7 +183,7 @@ void CpuDecoderModel::RunLayer(const StepBatch& batch, int layer) {
 
   Norm(hidden.data, places.input_norm, normed.data, rows);
   Linear(normed, places.qkv, layer, kQkv, qkv);
-  RotateAndCache(batch, layer);
+  FinishQkv(batch, layer);
   Attend(batch, layer);
   Linear(attention, places.o, layer, kO, hidden, /*beta=*/1);
   Norm(hidden.data, places.post_norm, normed.data, rows);
@@ -243,12 +247,16 @@ void CpuDecoderModel::ApplyAdapter(Matrix<const float> x, const AdapterView& ada
   }
 }
 
-void CpuDecoderModel::RotateAndCache(const StepBatch& batch, int layer) {
+void CpuDecoderModel::FinishQkv(const StepBatch& batch, int layer) {
+  const LayerPlaces& places = layout_.layers[static_cast<std::size_t>(layer)];
   const std::int64_t q = config_.q_size(), kv = config_.kv_size(), stride = q + 2 * kv;
   const std::int64_t heads = config_.num_heads + config_.num_kv_heads;  // q and k lie side by side
   ParallelFor(num_tokens_, 4 * kRowGrain, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       float* row = qkv_.data() + i * stride;
+      if (places.qkv_bias.has_value()) ops_.add_scaled(row, Weight(*places.qkv_bias), stride, 1);
+      if (places.q_norm.has_value()) NormHeads(row, *places.q_norm, config_.num_heads);
+      if (places.k_norm.has_value()) NormHeads(row + q, *places.k_norm, config_.num_kv_heads);
       const std::int64_t position = batch.positions[static_cast<std::size_t>(i)];
       ops_.rotate(row, heads, config_.head_dim, rope_.cosines(position), rope_.sines(position), 1);
       cache_.Write(layer, batch.slot_mapping[static_cast<std::size_t>(i)], row + q, row + q + kv);

@@ -1,4 +1,5 @@
-// A random Llama of two layers, and a naive transformer in double that says what it must compute.
+// A random decoder of two layers (a Llama; with a bias of q, k and v, or norms of q's and k's heads, where the config says so),
+// and a naive transformer in double that says what it must compute.
 #pragma once
 
 #include <algorithm>
@@ -47,6 +48,16 @@ inline ModelConfig TinyConfig(bool is_embedding_tied = true) {
   config.is_embedding_tied = is_embedding_tied;
   config.end_token_ids = {2};
   return config;
+}
+
+// One of each kind of computation: tied and untied head, bias of q, k and v, norms of q's and k's heads.
+inline std::vector<ModelConfig> FamilyConfigs() {
+  std::vector<ModelConfig> configs = {TinyConfig(), TinyConfig(/*is_embedding_tied=*/false), TinyConfig(), TinyConfig()};
+  configs[2].family = "qwen2";
+  configs[2].has_qkv_bias = true;
+  configs[3].family = "qwen3";
+  configs[3].has_qk_norm = true;
+  return configs;
 }
 
 // Uniform in [-amplitude, amplitude).
@@ -170,6 +181,14 @@ class NaiveTransformer {
     return y;
   }
 
+  void NormHeads(Row* heads, const TensorPlace& place) const {
+    const auto dim = static_cast<std::ptrdiff_t>(model_.config.head_dim);
+    for (auto head = heads->begin(); head != heads->end(); head += dim) {
+      const Row normed = Norm(Row(head, head + dim), place);
+      std::copy(normed.begin(), normed.end(), head);
+    }
+  }
+
   Row Norm(const Row& x, const TensorPlace& place) const {
     double squares = 0;
     for (const double v : x) squares += v * v;
@@ -216,6 +235,14 @@ class NaiveTransformer {
       q.push_back(Linear(x, qkv, layer, LinearKind::kQProj));
       k.push_back(Linear(x, qkv + static_cast<std::size_t>(config.q_size()) * d, layer, LinearKind::kKProj));
       v.push_back(Linear(x, qkv + static_cast<std::size_t>(config.q_size() + config.kv_size()) * d, layer, LinearKind::kVProj));
+      if (places.qkv_bias.has_value()) {
+        const float* bias = model_.Weight(*places.qkv_bias);
+        for (Row* part : {&q.back(), &k.back(), &v.back()}) {
+          for (double& value : *part) value += static_cast<double>(*bias++);
+        }
+      }
+      if (places.q_norm.has_value()) NormHeads(&q.back(), *places.q_norm);
+      if (places.k_norm.has_value()) NormHeads(&k.back(), *places.k_norm);
       Rotate(&q.back(), t);
       Rotate(&k.back(), t);
     }

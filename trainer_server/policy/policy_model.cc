@@ -23,9 +23,15 @@ float* FloatsAt(std::span<std::byte> memory, std::uint64_t begin_bytes) {
 NetworkWeights<float> WeightsAt(const WeightLayout& layout, const std::byte* base) {
   NetworkWeights<float> weights;
   weights.embedding = FloatsAt(base, layout.embedding.begin_bytes);
+  const auto optional = [base](const std::optional<TensorPlace>& place) {
+    return place.has_value() ? FloatsAt(base, place->begin_bytes) : nullptr;
+  };
   for (const LayerPlaces& places : layout.layers) {
     weights.layers.push_back({.input_norm = FloatsAt(base, places.input_norm.begin_bytes),
                               .qkv = FloatsAt(base, places.qkv.begin_bytes),
+                              .qkv_bias = optional(places.qkv_bias),
+                              .q_norm = optional(places.q_norm),
+                              .k_norm = optional(places.k_norm),
                               .o = FloatsAt(base, places.o.begin_bytes),
                               .post_norm = FloatsAt(base, places.post_norm.begin_bytes),
                               .gate_up = FloatsAt(base, places.gate_up.begin_bytes),

@@ -24,6 +24,7 @@ constexpr std::array kDownKinds = {LinearKind::kDownProj};
 template <typename T>
 struct PolicyNetwork<T>::Workspace {
   Buffer<T> normed, qkv, attention, lse;                    // [num_rows, ...]
+  Buffer<T> unnormed;                                       // [num_rows, q + kv]: q and k before their norms, for the backward
   Buffer<T> mlp_normed, gate_up, activated;                 // [mlp_rows, ...]
   Buffer<T> lora_x, lora_grad, dropped;                     // [rows, rank], [rows, rank], [rows, inputs]
   Buffer<T> grad_attention, grad_qkv, grad_normed, middle;  // [num_rows, ...]
@@ -42,6 +43,7 @@ struct PolicyNetwork<T>::Workspace {
     if (rank > 0) lora_x = Buffer<T>(num_rows * rank);
     if (has_dropout) dropped = Buffer<T>(std::max(num_rows * std::max(d, q), mlp_rows * f));
     if (!is_backward) return;
+    if (config.has_qk_norm) unnormed = Buffer<T>(num_rows * (q + config.kv_size()));
     grad_attention = Buffer<T>(num_rows * q);
     grad_qkv = Buffer<T>(num_rows * (q + 2 * config.kv_size()));
     grad_normed = Buffer<T>(num_rows * d);
@@ -154,7 +156,7 @@ void PolicyNetwork<T>::ForwardAttention(const Pass& pass, int layer, T* hidden) 
   const Matrix<T> normed(work.normed.data(), rows, d()), qkv(work.qkv.data(), rows, qkv_width());
   Norm(hidden, weights.input_norm, normed.data, rows);
   ForwardLinear(pass, {layer, weights.qkv, kQkvKinds}, normed, qkv, 0);
-  Rotate(*pass.batch, qkv.data, 1);
+  FinishQkv(pass, layer, qkv.data, work.unnormed.data());
   pass.attention->Forward(qkv.data, work.attention.data(), work.lse.data());
   ForwardLinear(pass, {layer, weights.o, kOKinds}, Matrix<T>(work.attention.data(), rows, config_.q_size()),
                 Matrix<T>(hidden, rows, d()), 1);
@@ -226,7 +228,7 @@ void PolicyNetwork<T>::BackwardAttention(const Pass& pass, int layer, const T* i
   const Matrix<T> grad_qkv(work.grad_qkv.data(), rows, qkv_width());
   BackwardLinear(pass, {layer, weights.o, kOKinds}, attention, Matrix<T>(grad, rows, d()), grad_attention, true);
   pass.attention->Backward(work.qkv.data(), attention.data, work.lse.data(), grad_attention.data, grad_qkv.data);
-  Rotate(*pass.batch, grad_qkv.data, -1);
+  FinishQkvBackward(pass, layer, work.unnormed.data(), grad_qkv.data);
   const bool needs_input_gradient = layer > 0;  // embeddings are frozen
   BackwardLinear(pass, {layer, weights.qkv, kQkvKinds}, normed, grad_qkv, grad_normed, needs_input_gradient);
   if (needs_input_gradient) NormBackward(input, weights.input_norm, grad_normed.data, grad, rows);
@@ -310,14 +312,53 @@ void PolicyNetwork<T>::MultiplyByDropoutMask(const LoraDropout& dropout, const L
 }
 
 template <typename T>
-void PolicyNetwork<T>::Rotate(const MicroBatch& batch, T* qkv, T sign) {
-  const std::int64_t heads = config_.num_heads + config_.num_kv_heads;  // q and k lie side by side
+void PolicyNetwork<T>::FinishQkv(const Pass& pass, int layer, T* qkv, T* unnormed) {
+  const auto& weights = weights_.layers[static_cast<std::size_t>(layer)];
+  const MicroBatch& batch = *pass.batch;
+  const std::int64_t q = config_.q_size(), qk = q + config_.kv_size(), head_dim = config_.head_dim;
+  const T epsilon = static_cast<T>(config_.rms_norm_epsilon);
   ParallelFor(static_cast<std::int64_t>(batch.positions.size()), kRowGrain, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
-      const std::int64_t position = batch.positions[static_cast<std::size_t>(row)];
-      ops_.rotate(qkv + row * qkv_width(), heads, config_.head_dim, rope_.cosines(position), rope_.sines(position), sign);
+    for (std::int64_t i = begin; i < end; ++i) {
+      T* row = qkv + i * qkv_width();
+      if (weights.qkv_bias != nullptr) ops_.add_scaled(row, weights.qkv_bias, qkv_width(), 1);
+      if (weights.q_norm != nullptr) {
+        if (unnormed != nullptr) std::copy_n(row, qk, unnormed + i * qk);
+        ops_.rms_norm(row, weights.q_norm, row, config_.num_heads, head_dim, epsilon);
+        ops_.rms_norm(row + q, weights.k_norm, row + q, config_.num_kv_heads, head_dim, epsilon);
+      }
+      const std::int64_t position = batch.positions[static_cast<std::size_t>(i)];
+      ops_.rotate(row, config_.num_heads + config_.num_kv_heads, head_dim, rope_.cosines(position), rope_.sines(position), 1);
     }
   });
+}
+
+// The bias is frozen: its gradient is nobody's, and that of what it was added to is the same.
+template <typename T>
+void PolicyNetwork<T>::FinishQkvBackward(const Pass& pass, int layer, const T* unnormed, T* grad_qkv) {
+  const auto& weights = weights_.layers[static_cast<std::size_t>(layer)];
+  const MicroBatch& batch = *pass.batch;
+  const std::int64_t q = config_.q_size(), qk = q + config_.kv_size(), head_dim = config_.head_dim;
+  ParallelFor(static_cast<std::int64_t>(batch.positions.size()), kRowGrain, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      T* grad = grad_qkv + i * qkv_width();
+      const std::int64_t position = batch.positions[static_cast<std::size_t>(i)];
+      ops_.rotate(grad, config_.num_heads + config_.num_kv_heads, head_dim, rope_.cosines(position), rope_.sines(position), -1);
+      if (weights.q_norm != nullptr) {
+        NormHeadsBackward(unnormed + i * qk, weights.q_norm, config_.num_heads, grad);
+        NormHeadsBackward(unnormed + i * qk + q, weights.k_norm, config_.num_kv_heads, grad + q);
+      }
+    }
+  });
+}
+
+// `grad` [heads, head_dim]: of the normed heads in, of `x` out.
+template <typename T>
+void PolicyNetwork<T>::NormHeadsBackward(const T* x, const T* weight, std::int64_t heads, T* grad) const {
+  thread_local std::vector<T> grad_y;  // kept by each thread for its life
+  const std::int64_t count = heads * config_.head_dim;
+  grad_y.assign(grad, grad + count);
+  std::fill_n(grad, count, T{0});
+  ops_.rms_norm_backward(x, weight, grad_y.data(), grad, heads, config_.head_dim, static_cast<T>(config_.rms_norm_epsilon));
 }
 
 template <typename T>

@@ -28,6 +28,9 @@ struct NetworkWeights {
   struct Layer {
     const T* input_norm = nullptr;  // shapes as in weight_layout.h
     const T* qkv = nullptr;
+    const T* qkv_bias = nullptr;  // null: the family has none; likewise the norms
+    const T* q_norm = nullptr;
+    const T* k_norm = nullptr;
     const T* o = nullptr;
     const T* post_norm = nullptr;
     const T* gate_up = nullptr;
@@ -124,7 +127,12 @@ class PolicyNetwork {
   // x as the adapter of (layer, kind) sees it.
   Matrix<const T> Dropped(const Pass& pass, const Linear& linear, LinearKind kind, Matrix<const T> x);
   void MultiplyByDropoutMask(const LoraDropout& dropout, const Linear& linear, LinearKind kind, Matrix<T> x);
-  void Rotate(const MicroBatch& batch, T* qkv, T sign);
+  // Bias, norms of q's and k's heads where the family has them, rotary embedding, in place. `unnormed` (null: not kept) takes q
+  // and k as they go into the norms.
+  void FinishQkv(const Pass& pass, int layer, T* qkv, T* unnormed);
+  // Turns the gradient of what FinishQkv made into that of what it was given.
+  void FinishQkvBackward(const Pass& pass, int layer, const T* unnormed, T* grad_qkv);
+  void NormHeadsBackward(const T* x, const T* weight, std::int64_t heads, T* grad) const;
   void Norm(const T* x, const T* weight, T* y, std::int64_t rows);
   void NormBackward(const T* x, const T* weight, const T* grad_y, T* grad_x, std::int64_t rows);
   Buffer<T> GatherHeadInput(const MicroBatch& batch, const T* hidden);

@@ -111,8 +111,9 @@ void ExpectClose(const std::vector<Row>& rows, const std::vector<std::vector<dou
 constexpr double kTolerance = 2e-4;  // logits reach 10; 2 layers of fp32 sums against double
 
 TEST(DecoderModel, PrefillEqualsTheNaiveTransformer) {
-  for (const bool tied : {true, false}) {
-    const TinyModel model(testing::TinyConfig(tied));
+  for (const ModelConfig& config : testing::FamilyConfigs()) {
+    SCOPED_TRACE(config.family);
+    const TinyModel model(config);
     for (const int block_tokens : {1, 5, 16, 32, 100}) {
       SCOPED_TRACE(block_tokens);
       const Ids ids = RandomIds(3, 61);

@@ -123,8 +123,9 @@ std::vector<double> GradientOf(Policy& policy, const std::vector<MicroBatch>& ba
 }
 
 TEST(Policy, ScoresEqualTheNaiveTransformer) {
-  for (const bool tied : {true, false}) {
-    const TinyModel base(testing::TinyConfig(tied));
+  for (const ModelConfig& config : testing::FamilyConfigs()) {
+    SCOPED_TRACE(config.family);
+    const TinyModel base(config);
     const TinyAdapter adapter(base.config, 4, testing::AllLinearKinds(), 0.5f, 3);
     PolicyOptions options = AllLayers();
     options.temperature = 0.7;
@@ -413,7 +414,16 @@ struct DoublePolicy {
     NetworkWeights<double> views;
     views.embedding = at(base.layout.embedding);
     for (const LayerPlaces& p : base.layout.layers) {
-      views.layers.push_back({at(p.input_norm), at(p.qkv), at(p.o), at(p.post_norm), at(p.gate_up), at(p.down)});
+      const auto optional = [&](const std::optional<TensorPlace>& place) { return place.has_value() ? at(*place) : nullptr; };
+      views.layers.push_back({.input_norm = at(p.input_norm),
+                              .qkv = at(p.qkv),
+                              .qkv_bias = optional(p.qkv_bias),
+                              .q_norm = optional(p.q_norm),
+                              .k_norm = optional(p.k_norm),
+                              .o = at(p.o),
+                              .post_norm = at(p.post_norm),
+                              .gate_up = at(p.gate_up),
+                              .down = at(p.down)});
     }
     views.final_norm = at(base.layout.final_norm);
     views.head = at(base.layout.head);
@@ -434,8 +444,8 @@ struct DoublePolicy {
   }
 };
 
-void CheckFiniteDifferences(const LoraDropout& dropout, bool with_entropy) {
-  const TinyModel base;
+void CheckFiniteDifferences(const LoraDropout& dropout, bool with_entropy, const ModelConfig& config = testing::TinyConfig()) {
+  const TinyModel base(config);
   const TinyAdapter start(base.config, 2, testing::AllLinearKinds(), 0.5f, 3);
   DoublePolicy policy(base, start, 0.8);
   const MicroBatch batch = Pack(TwoGroups()).front();
@@ -478,15 +488,24 @@ TEST(PolicyInDouble, GradientsUnderDropoutEqualFiniteDifferences) {
   CheckFiniteDifferences({.probability = 0.3, .stream = 9}, false);
 }
 
+TEST(PolicyInDouble, GradientsThroughBiasAndHeadNormsEqualFiniteDifferences) {
+  ModelConfig config = testing::TinyConfig();
+  config.has_qkv_bias = config.has_qk_norm = true;
+  CheckFiniteDifferences({}, false, config);
+}
+
 TEST(PolicyInDouble, TheFloatPolicyHasTheSameGradient) {
-  const TinyModel base;
-  const TinyAdapter start(base.config, 4, testing::AllLinearKinds(), 0.5f, 3);
-  Policy policy(base, AllLayers(), &start);
-  DoublePolicy exact(base, start, 1);
-  const MicroBatch batch = Pack(TwoGroups()).front();
-  exact.network->Forward(batch, exact.lora, {}, true);
-  exact.network->Backward(RowGradients(batch, 1), RowGradients(batch, 2));
-  EXPECT_LT(RelativeError(GradientOf(policy, {batch}), exact.gradients), 2e-6);
+  for (const ModelConfig& config : testing::FamilyConfigs()) {
+    SCOPED_TRACE(config.family);
+    const TinyModel base(config);
+    const TinyAdapter start(base.config, 4, testing::AllLinearKinds(), 0.5f, 3);
+    Policy policy(base, AllLayers(), &start);
+    DoublePolicy exact(base, start, 1);
+    const MicroBatch batch = Pack(TwoGroups()).front();
+    exact.network->Forward(batch, exact.lora, {}, true);
+    exact.network->Backward(RowGradients(batch, 1), RowGradients(batch, 2));
+    EXPECT_LT(RelativeError(GradientOf(policy, {batch}), exact.gradients), 2e-6);
+  }
 }
 
 }  // namespace
