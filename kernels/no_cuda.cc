@@ -1,10 +1,14 @@
-// Stands in for the .cu files where the build has no device code.
+// Stands in for device code where the build has none.
 #include "kernels/cuda_launchers.h"
 
 namespace tandem::internal {
 
+absl::Status EmbeddingCuda(const EmbeddingParams&, void*) { return BuiltWithoutCuda("embedding"); }
 absl::StatusOr<std::unique_ptr<Gemm>> CreateCudaGemm(std::span<std::byte>) { return BuiltWithoutCuda("gemm"); }
 absl::Status RmsNormCuda(const RmsNormParams&, void*) { return BuiltWithoutCuda("rms_norm"); }
 absl::Status RmsNormBackwardCuda(const RmsNormBackwardParams&, void*) { return BuiltWithoutCuda("rms_norm_backward"); }
+absl::Status RopeCuda(const RopeParams&, void*) { return BuiltWithoutCuda("rope"); }
+absl::Status SwigluCuda(const SwigluParams&, void*) { return BuiltWithoutCuda("swiglu"); }
+absl::Status SwigluBackwardCuda(const SwigluBackwardParams&, void*) { return BuiltWithoutCuda("swiglu_backward"); }
 
 }  // namespace tandem::internal

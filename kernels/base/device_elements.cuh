@@ -106,4 +106,26 @@ inline unsigned ThreadsFor(std::int64_t count, unsigned limit) {
   return threads > static_cast<std::int64_t>(limit) ? limit : static_cast<unsigned>(threads);
 }
 
+// A grid for kernels whose threads take one packet each: blocks_per_row blocks for each row, the rows one after the other.
+struct RowGrid {
+  unsigned threads;
+  unsigned blocks_per_row;
+  unsigned blocks;
+};
+inline RowGrid RowGridFor(std::int64_t num_rows, std::int64_t packets_per_row) {
+  constexpr unsigned kMaxThreads = 256;
+  const unsigned threads = ThreadsFor(packets_per_row, kMaxThreads);
+  const auto blocks_per_row = static_cast<unsigned>((packets_per_row + threads - 1) / threads);
+  return {threads, blocks_per_row, blocks_per_row * static_cast<unsigned>(num_rows)};
+}
+// Of the calling thread: its row, and its place among the row's packets, which may lie behind the last.
+struct RowPlace {
+  std::int64_t row;
+  std::int64_t packet;
+};
+__device__ inline RowPlace PlaceInRow(unsigned blocks_per_row) {
+  const unsigned row = blockIdx.x / blocks_per_row;
+  return {row, static_cast<std::int64_t>(blockIdx.x - row * blocks_per_row) * blockDim.x + threadIdx.x};
+}
+
 }  // namespace tandem

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "common/base/status.h"
@@ -40,10 +41,25 @@ constexpr const char* DTypeName(DType dtype) {
   return dtype == DType::kFp32 ? "fp32" : dtype == DType::kBf16 ? "bf16" : "fp8_e4m3";
 }
 
+// The least that a block works on, so that num_rows * ceil(width / kMinBlockWidth) blocks are enough for every kernel over rows.
+inline constexpr std::int64_t kMinBlockWidth = 256;
+
 // INVALID_ARGUMENT unless the type is one that the kernels compute with.
 inline absl::Status CheckComputeType(const char* kernel, DType dtype) {
   if (dtype == DType::kFp32 || dtype == DType::kBf16) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(kernel, ": type ", DTypeName(dtype), "; fp32 and bf16 are supported"));
 }
+
+// As above, and unless [num_rows, width] can be launched: no row is fine, no column is not.
+inline absl::Status CheckRows(const char* kernel, DType dtype, std::int64_t num_rows, std::int64_t width,
+                              std::int64_t width_limit) {
+  constexpr std::int64_t kBlockLimit = std::numeric_limits<std::int32_t>::max();  // of a grid
+  if (width < 1 || width > width_limit || num_rows < 0 || num_rows > kBlockLimit / ((width - 1) / kMinBlockWidth + 1)) {
+    return absl::InvalidArgumentError(absl::StrCat(kernel, ": [", num_rows, ", ", width, "]; width is 1 to ", width_limit,
+                                                   ", rows are 0 to ", kBlockLimit, " for each ", kMinBlockWidth, " of width"));
+  }
+  return CheckComputeType(kernel, dtype);
+}
+inline constexpr std::int64_t kWidthLimit = std::int64_t{1} << 30;  // of rows without a limit of their own
 
 }  // namespace tandem

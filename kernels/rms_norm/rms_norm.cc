@@ -1,7 +1,6 @@
 #include "kernels/rms_norm/rms_norm.h"
 
 #include <cmath>
-#include <limits>
 
 #include "kernels/base/elements.h"
 #include "kernels/cuda_launchers.h"
@@ -9,14 +8,7 @@
 namespace tandem {
 namespace {
 
-absl::Status CheckShape(const char* kernel, DType dtype, std::int64_t num_rows, std::int64_t width) {
-  constexpr std::int64_t kRowLimit = std::numeric_limits<std::int32_t>::max(), kWidthLimit = 65536;
-  if (width < 1 || width > kWidthLimit || num_rows < 0 || num_rows > kRowLimit) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(kernel, ": [", num_rows, ", ", width, "]; rows are 0 to ", kRowLimit, ", width is 1 to ", kWidthLimit));
-  }
-  return CheckComputeType(kernel, dtype);
-}
+constexpr std::int64_t kMaxWidth = 65536;
 
 template <typename T>
 double InverseRms(const T* x, std::int64_t width, float epsilon) {
@@ -72,7 +64,7 @@ void RmsNormBackwardReference(const RmsNormBackwardParams& params) {
 }  // namespace
 
 absl::Status RmsNorm(const RmsNormParams& params, Device device, void* stream) {
-  TANDEM_RETURN_IF_ERROR(CheckShape("rms_norm", params.dtype, params.num_rows, params.width));
+  TANDEM_RETURN_IF_ERROR(CheckRows("rms_norm", params.dtype, params.num_rows, params.width, kMaxWidth));
   if (params.residual != nullptr && (params.sum == nullptr || params.rows != nullptr)) {
     return absl::InvalidArgumentError("rms_norm: a residual needs a place for the sum and all rows in order");
   }
@@ -83,7 +75,7 @@ absl::Status RmsNorm(const RmsNormParams& params, Device device, void* stream) {
 }
 
 absl::Status RmsNormBackward(const RmsNormBackwardParams& params, Device device, void* stream) {
-  TANDEM_RETURN_IF_ERROR(CheckShape("rms_norm_backward", params.dtype, params.num_rows, params.width));
+  TANDEM_RETURN_IF_ERROR(CheckRows("rms_norm_backward", params.dtype, params.num_rows, params.width, kMaxWidth));
   if (params.num_rows == 0) return absl::OkStatus();
   if (device == Device::kCuda) return internal::RmsNormBackwardCuda(params, stream);
   VisitElementType(params.dtype, [&]<typename T>(T) { RmsNormBackwardReference<T>(params); });
