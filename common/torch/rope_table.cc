@@ -18,13 +18,17 @@ double Scaled(double frequency, const RopeScaling& scaling) {
 
 }  // namespace
 
-template <typename T>
-RopeTable<T>::RopeTable(const ModelConfig& config) : half_(config.head_dim / 2) {
-  for (std::int64_t i = 0; i < half_; ++i) {
+std::vector<double> RopeFrequencies(const ModelConfig& config) {
+  std::vector<double> frequencies;
+  for (std::int64_t i = 0; i < config.head_dim / 2; ++i) {
     const double frequency = std::pow(config.rope_theta, -2.0 * static_cast<double>(i) / config.head_dim);
-    frequencies_.push_back(config.rope_scaling.has_value() ? Scaled(frequency, *config.rope_scaling) : frequency);
+    frequencies.push_back(config.rope_scaling.has_value() ? Scaled(frequency, *config.rope_scaling) : frequency);
   }
+  return frequencies;
 }
+
+template <typename T>
+RopeTable<T>::RopeTable(const ModelConfig& config) : half_(config.head_dim / 2), frequencies_(RopeFrequencies(config)) {}
 
 template <typename T>
 void RopeTable<T>::Ensure(std::int64_t num_positions) {

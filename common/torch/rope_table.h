@@ -9,6 +9,9 @@
 
 namespace tandem {
 
+// Radians a position, [head_dim / 2].
+std::vector<double> RopeFrequencies(const ModelConfig& config);
+
 template <typename T>
 class RopeTable {
  public:

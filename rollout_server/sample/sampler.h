@@ -34,8 +34,6 @@ struct SamplerOptions {
   Device device = Device::kCpu;
   int vocab_size = 0;
   int max_rows = 256;  // of one Draw, on the GPU
-  // Of prompt and completion together, summed over the rows of one Draw that are penalised, on the GPU.
-  std::int64_t max_penalty_tokens = 1 << 20;
   // On the GPU, WorkspaceBytes of device memory; outlives the sampler. Unused on the CPU.
   std::span<std::byte> workspace = {};
 };
