@@ -12,6 +12,7 @@
 #include "common/base/units.h"
 #include "common/model/bounded_json.h"
 #include "common/model/file_model_source.h"
+#include "common/model/weight_encoders.h"
 #include "common/model/weight_loader.h"
 
 namespace tandem {
@@ -265,6 +266,7 @@ void FileModelSource::ComputeDigest() {
 
 absl::Status FileModelSource::LoadWeights(const WeightLayout& layout, Device device, std::span<std::byte> region,
                                           const std::function<void(std::uint64_t)>& progress) const {
+  TANDEM_RETURN_IF_ERROR(CheckStorageFormat(description_.config, layout.format));
   if (layout.digest != WeightLayout::Create(description_.config, layout.format).digest) {
     return absl::InvalidArgumentError(
         absl::StrCat("loading ", description_.config.name, ": the layout belongs to another model"));
@@ -273,14 +275,17 @@ absl::Status FileModelSource::LoadWeights(const WeightLayout& layout, Device dev
     return absl::InvalidArgumentError(absl::StrCat("loading ", description_.config.name, ": a region of ", region.size(),
                                                    " bytes; ", layout.total_bytes, " are needed"));
   }
+  if (layout.nested_map.has_value()) {
+    const std::span<const float> map = Nf4NestedMap();
+    TANDEM_RETURN_IF_ERROR(CopyFromHost(device, region.data() + layout.nested_map->begin_bytes, map.data(), map.size_bytes()));
+  }
   std::vector<TensorLoad> loads;
   for (WeightTarget& target : WeightTargets(description_.config, layout, kind_)) {
     const StoredTensor& tensor = tensors_.at(target.name);
     const std::optional<WeightCodec> codec = ParseCodec(tensor.type_name);
     loads.push_back({&files_[tensor.file_index], *codec, tensor.begin_bytes, std::move(target)});
   }
-  return Annotate(LoadTensors(loads, layout.format, device, region, progress),
-                  absl::StrCat("loading ", description_.config.name));
+  return Annotate(LoadTensors(loads, device, region, progress), absl::StrCat("loading ", description_.config.name));
 }
 
 }  // namespace tandem

@@ -213,7 +213,7 @@ absl::Status PeftAdapter::Load(std::span<std::byte> slot) const {
     WeightTarget target{.name = matrix.name, .rows = matrix.rows, .columns = matrix.columns, .begin_bytes = matrix.begin_bytes};
     loads.push_back({&tensors_.file(), *ParseCodec(tensor.dtype), tensor.begin_bytes, std::move(target)});
   }
-  return LoadTensors(loads, StorageFormat::kFp32, Device::kCpu, slot, nullptr);
+  return LoadTensors(loads, Device::kCpu, slot, nullptr);
 }
 
 absl::Status WritePeftAdapter(const std::string& directory, const ModelConfig& model, const PeftConfig& config,

@@ -8,6 +8,8 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -17,6 +19,7 @@
 #include "common/model/model_file.h"
 #include "common/model/safetensors.h"
 #include "common/model/weight_codecs.h"
+#include "common/model/weight_encoders.h"
 #include "tests/support/gguf_writer.h"
 #include "tests/support/temporary_directory.h"
 #include "tests/support/tiny_model.h"
@@ -60,7 +63,9 @@ LoadedModel Load(const std::string& path, StorageFormat format = StorageFormat::
   });
   EXPECT_TRUE(status.ok()) << status;
   std::uint64_t tensor_bytes = 0;
-  for (const TensorPlace* place : model.layout.Tensors()) tensor_bytes += place->size_bytes;
+  for (const TensorPlace* place : model.layout.Tensors()) {
+    if (place->name != "nested_map") tensor_bytes += place->size_bytes;  // which is not the model's
+  }
   EXPECT_EQ(last_progress, tensor_bytes);
   return model;
 }
@@ -165,6 +170,101 @@ TEST(HuggingFaceSourceTest, Bf16RegionHoldsRoundedValues) {
   }
 }
 
+const float* FloatsAt(const LoadedModel& model, const std::optional<TensorPlace>& place) { return model.Values(place.value()); }
+const std::uint8_t* CodesAt(const LoadedModel& model, const TensorPlace& place) {
+  return reinterpret_cast<const std::uint8_t*>(model.region.data() + place.begin_bytes);
+}
+
+// Every linear layer of a quantised model, given its values in fp32.
+void ForEachLinear(const LoadedModel& wide, const LoadedModel& narrow,
+                   const std::function<void(const LinearPlace& place, std::span<const float> values)>& check) {
+  for (std::size_t i = 0; i < narrow.layout.layers.size(); ++i) {
+    const LayerPlaces &from = wide.layout.layers[i], &to = narrow.layout.layers[i];
+    for (const auto& [source, place] : {std::pair{&from.qkv, &to.qkv}, std::pair{&from.o, &to.o},
+                                        std::pair{&from.gate_up, &to.gate_up}, std::pair{&from.down, &to.down}}) {
+      SCOPED_TRACE(place->name);
+      check(*place, {wide.Values(*source), source->size_bytes / sizeof(float)});
+    }
+  }
+}
+
+// A model whose parts of qkv have no whole number of nested blocks, and whose qkv is read in more than one stripe.
+TinyModelOptions QuantisableModel() {
+  TinyModelOptions options;
+  options.hidden_size = 1088;
+  options.num_heads = 68;
+  options.num_kv_heads = 34;
+  options.num_layers = 1;
+  return options;
+}
+
+TEST(HuggingFaceSourceTest, Fp8RegionHoldsEncodedRowsAndTheRestInBf16) {
+  const TemporaryDirectory directory;
+  ASSERT_TRUE(WriteTinyModel(directory.path(), QuantisableModel()).ok());
+  const LoadedModel wide = Load(directory.path()), narrow = Load(directory.path(), StorageFormat::kFp8Row);
+  ForEachLinear(wide, narrow, [&](const LinearPlace& place, std::span<const float> values) {
+    const auto columns = static_cast<std::size_t>(place.shape[1]);
+    std::vector<std::uint8_t> codes(columns);
+    for (std::size_t row = 0; row < values.size() / columns; ++row) {
+      EXPECT_EQ(EncodeFp8Row(values.subspan(row * columns, columns), codes), FloatsAt(narrow, place.scales)[row]) << row;
+      ASSERT_EQ(std::memcmp(codes.data(), CodesAt(narrow, place) + row * columns, columns), 0) << row;
+    }
+  });
+  for (const auto& [from, to] : {std::pair{&wide.layout.embedding, &narrow.layout.embedding},
+                                 std::pair{&wide.layout.final_norm, &narrow.layout.final_norm},
+                                 std::pair{&wide.layout.layers[0].post_norm, &narrow.layout.layers[0].post_norm}}) {
+    ASSERT_EQ(to->size_bytes * 2, from->size_bytes);
+    const auto* rounded = reinterpret_cast<const std::uint16_t*>(narrow.region.data() + to->begin_bytes);
+    for (std::size_t i = 0; i < to->size_bytes / 2; ++i) ASSERT_EQ(rounded[i], FloatToBf16(wide.Values(*from)[i])) << to->name;
+  }
+}
+
+// The places, read as weight_layout.h says, give for each tensor of the file what it gives when it is encoded on its own.
+TEST(HuggingFaceSourceTest, Nf4RegionHoldsEachPartUnderScalesOfItsOwn) {
+  const TemporaryDirectory directory;
+  ASSERT_TRUE(WriteTinyModel(directory.path(), QuantisableModel()).ok());
+  const LoadedModel wide = Load(directory.path()), narrow = Load(directory.path(), StorageFormat::kNf4);
+  const float* map = FloatsAt(narrow, narrow.layout.nested_map);
+  EXPECT_TRUE(std::equal(map, map + 256, Nf4NestedMap().begin()));
+  ForEachLinear(wide, narrow, [&](const LinearPlace& place, std::span<const float> values) {
+    const auto columns = static_cast<std::size_t>(place.shape[1]), blocks_per_row = columns / kNf4BlockValues;
+    EXPECT_EQ(place.parts.back().row_end, place.shape[0]);
+    for (std::size_t p = 0; p < place.parts.size(); ++p) {
+      const LinearPart& part = place.parts[p];
+      const auto begin = static_cast<std::size_t>(part.row_begin), rows = static_cast<std::size_t>(part.row_end) - begin;
+      std::vector<std::uint8_t> packed(rows * columns / 2), codes(rows * blocks_per_row);
+      std::vector<float> absmax(codes.size()), nested((codes.size() + kNf4NestedBlocks - 1) / kNf4NestedBlocks);
+      EncodeNf4(values.subspan(begin * columns, rows * columns), packed, absmax);
+      EXPECT_EQ(EncodeNestedAbsmax(absmax, codes, nested), FloatsAt(narrow, place.nested_offset)[p]) << "part " << p;
+      ASSERT_EQ(std::memcmp(packed.data(), CodesAt(narrow, place) + begin * columns / 2, packed.size()), 0) << "part " << p;
+      ASSERT_EQ(std::memcmp(codes.data(), CodesAt(narrow, *place.scales) + begin * blocks_per_row, codes.size()), 0)
+          << "part " << p;
+      EXPECT_TRUE(std::equal(nested.begin(), nested.end(), FloatsAt(narrow, place.nested_absmax) + part.nested_begin))
+          << "part " << p;
+    }
+  });
+  const LinearPlace& qkv = narrow.layout.layers[0].qkv;
+  ASSERT_EQ(qkv.parts.size(), 3u);
+  EXPECT_NE(FloatsAt(narrow, qkv.nested_offset)[0], FloatsAt(narrow, qkv.nested_offset)[1]);
+  for (const TensorPlace* place : narrow.layout.Tensors()) EXPECT_EQ(place->begin_bytes % 256, 0u) << place->name;
+}
+
+TEST(HuggingFaceSourceTest, SizesThatAFormatCannotHoldAreNamed) {
+  ModelConfig config;
+  config.name = "odd";
+  config.hidden_size = 64;
+  config.intermediate_size = 96;
+  config.num_heads = config.num_kv_heads = 4;
+  config.head_dim = 18;
+  EXPECT_TRUE(CheckStorageFormat(config, StorageFormat::kBf16).ok());
+  const absl::Status fp8 = CheckStorageFormat(config, StorageFormat::kFp8Row);
+  EXPECT_EQ(fp8.message(), "weights in fp8: o_proj of odd has 72 inputs, no multiple of 16");
+  config.head_dim = 16;
+  EXPECT_TRUE(CheckStorageFormat(config, StorageFormat::kFp8Row).ok());
+  EXPECT_EQ(CheckStorageFormat(config, StorageFormat::kNf4).message(),
+            "weights in nf4: down_proj of odd has 96 inputs, no multiple of 64");
+}
+
 TEST(HuggingFaceSourceTest, ConfigIsRead) {
   const TemporaryDirectory directory;
   TinyModelOptions options;
@@ -207,6 +307,7 @@ TEST(HuggingFaceSourceTest, WhatWouldComputeSomethingElseIsRefused) {
                                                              {"attention_bias", true},
                                                              {"mlp_bias", true},
                                                              {"quantization_config", {{"bits", 4}}},
+                                                             {"layer_types", {"full_attention", "sliding_attention"}},
                                                              {"rope_scaling", {{"rope_type", "yarn"}, {"factor", 2.0}}}};
   for (const auto& [field, value] : unsupported) {
     const absl::Status status =
@@ -371,12 +472,16 @@ TEST(ModelDescriptionTest, SurvivesSerialisation) {
   ASSERT_TRUE(source.ok());
   ModelDescription description = (*source)->description();
   description.config.rms_norm_epsilon = 9.999999747378752e-06F;
-  description.format = StorageFormat::kBf16;
+  description.format = StorageFormat::kNf4;
+  description.config.has_qkv_bias = true;
   const std::string bytes = SerializeModelDescription(description);
   const auto parsed = ParseModelDescription(bytes);
   ASSERT_TRUE(parsed.ok()) << parsed.status();
   EXPECT_EQ(SerializeModelDescription(*parsed), bytes);
   EXPECT_EQ(parsed->config.name, description.config.name);
+  EXPECT_EQ(parsed->format, StorageFormat::kNf4);
+  EXPECT_TRUE(parsed->config.has_qkv_bias);
+  EXPECT_FALSE(parsed->config.has_qk_norm);
   EXPECT_EQ(parsed->config.rms_norm_epsilon, description.config.rms_norm_epsilon);
   EXPECT_EQ(parsed->tokenizer.tokens, description.tokenizer.tokens);
   EXPECT_EQ(parsed->tokenizer.chat_template, description.tokenizer.chat_template);
@@ -410,16 +515,19 @@ std::string AsGguf(const std::string& directory, const ModelDescription& descrip
   const ModelConfig& config = description.config;
   GgufWriter writer;
   const auto integer = [](int value) { return static_cast<std::uint32_t>(value); };
-  writer.AddString("general.architecture", "llama");
-  writer.AddUint32("llama.block_count", integer(config.num_layers));
-  writer.AddUint32("llama.context_length", integer(config.max_positions));
-  writer.AddUint32("llama.embedding_length", integer(config.hidden_size));
-  writer.AddUint32("llama.feed_forward_length", integer(config.intermediate_size));
-  writer.AddUint32("llama.attention.head_count", integer(config.num_heads));
-  writer.AddUint32("llama.attention.head_count_kv", integer(config.num_kv_heads));
-  writer.AddFloat32("llama.attention.layer_norm_rms_epsilon", config.rms_norm_epsilon);
-  writer.AddFloat32("llama.rope.freq_base", static_cast<float>(config.rope_theta));
-  writer.AddUint32("llama.rope.dimension_count", integer(config.head_dim));
+  const std::string& prefix = config.family;
+  writer.AddString("general.architecture", config.family);
+  writer.AddUint32(prefix + ".block_count", integer(config.num_layers));
+  writer.AddUint32(prefix + ".context_length", integer(config.max_positions));
+  writer.AddUint32(prefix + ".embedding_length", integer(config.hidden_size));
+  writer.AddUint32(prefix + ".feed_forward_length", integer(config.intermediate_size));
+  writer.AddUint32(prefix + ".attention.head_count", integer(config.num_heads));
+  writer.AddUint32(prefix + ".attention.head_count_kv", integer(config.num_kv_heads));
+  writer.AddFloat32(prefix + ".attention.layer_norm_rms_epsilon", config.rms_norm_epsilon);
+  writer.AddFloat32(prefix + ".rope.freq_base", static_cast<float>(config.rope_theta));
+  for (const char* key : {"rope.dimension_count", "attention.key_length", "attention.value_length"}) {
+    writer.AddUint32(prefix + "." + key, integer(config.head_dim));
+  }
   writer.AddString("tokenizer.ggml.model", "gpt2");
   writer.AddString("tokenizer.ggml.pre", "smollm");
   writer.AddStrings("tokenizer.ggml.tokens", description.tokenizer.tokens);
@@ -429,7 +537,7 @@ std::string AsGguf(const std::string& directory, const ModelDescription& descrip
   std::vector<std::string> merges;
   for (const auto& [left, right] : description.tokenizer.merges) merges.push_back(absl::StrCat(left, " ", right));
   writer.AddStrings("tokenizer.ggml.merges", merges);
-  writer.AddUint32("tokenizer.ggml.eos_token_id", 2);
+  writer.AddUint32("tokenizer.ggml.eos_token_id", config.end_token_ids.front());
 
   const auto add = [&](const std::string& gguf_name, const std::string& name, std::uint64_t rows, bool is_interleaved) {
     const std::vector<float> values = ValuesInFiles(directory, name);
@@ -439,6 +547,7 @@ std::string AsGguf(const std::string& directory, const ModelDescription& descrip
     writer.AddTensor(gguf_name, rows == 1 ? std::vector<std::uint64_t>{columns} : std::vector<std::uint64_t>{columns, rows}, 0,
                      bytes);
   };
+  const bool is_llama = config.family == "llama";  // whose converter interleaves the rows of a head
   const auto d = static_cast<std::uint64_t>(config.hidden_size);
   const auto f = static_cast<std::uint64_t>(config.intermediate_size);
   const auto q = static_cast<std::uint64_t>(config.q_size());
@@ -449,9 +558,15 @@ std::string AsGguf(const std::string& directory, const ModelDescription& descrip
     const std::string to = absl::StrCat("blk.", i, ".");
     const std::string from = absl::StrCat("model.layers.", i, ".");
     add(to + "attn_norm.weight", from + "input_layernorm.weight", 1, false);
-    add(to + "attn_q.weight", from + "self_attn.q_proj.weight", q, true);
-    add(to + "attn_k.weight", from + "self_attn.k_proj.weight", kv, true);
+    add(to + "attn_q.weight", from + "self_attn.q_proj.weight", q, is_llama);
+    add(to + "attn_k.weight", from + "self_attn.k_proj.weight", kv, is_llama);
     add(to + "attn_v.weight", from + "self_attn.v_proj.weight", kv, false);
+    for (const char* part : {"q", "k", "v"}) {
+      if (config.has_qkv_bias) add(to + "attn_" + part + ".bias", from + "self_attn." + part + "_proj.bias", 1, false);
+    }
+    for (const char* part : {"q", "k"}) {
+      if (config.has_qk_norm) add(to + "attn_" + part + "_norm.weight", from + "self_attn." + part + "_norm.weight", 1, false);
+    }
     add(to + "attn_output.weight", from + "self_attn.o_proj.weight", d, false);
     add(to + "ffn_norm.weight", from + "post_attention_layernorm.weight", 1, false);
     add(to + "ffn_gate.weight", from + "mlp.gate_proj.weight", f, false);
@@ -481,6 +596,30 @@ TEST(GgufSourceTest, HoldsTheModelThatItWasConvertedFrom) {
     EXPECT_EQ(converted.description.config.end_token_ids, original.description.config.end_token_ids);
     EXPECT_EQ(converted.layout.digest, original.layout.digest);
     EXPECT_EQ(converted.region, original.region);
+  }
+}
+
+TEST(GgufSourceTest, BiasAndHeadNormsOfTheFamiliesAreRead) {
+  for (const char* family : {"qwen2", "qwen3"}) {
+    SCOPED_TRACE(family);
+    const TemporaryDirectory directory;
+    const std::string golden = std::string(TANDEM_GOLDEN_DIR "/families/") + family;
+    const LoadedModel original = Load(golden);
+    EXPECT_EQ(original.description.config.family, family);
+    EXPECT_EQ(original.description.config.has_qkv_bias, family == std::string("qwen2"));
+    EXPECT_EQ(original.description.config.has_qk_norm, family == std::string("qwen3"));
+    const std::string gguf = AsGguf(golden, original.description, {});
+    ASSERT_TRUE(WriteFileAtomically(directory.File("tiny.gguf"), gguf).ok());
+    const LoadedModel converted = Load(directory.File("tiny.gguf"));
+    EXPECT_EQ(converted.layout.digest, original.layout.digest);
+    EXPECT_EQ(converted.region, original.region);
+
+    // The same tensors under Llama's name have no place there.
+    std::string renamed = gguf;
+    for (std::size_t at = renamed.find(family); at != std::string::npos; at = renamed.find(family))
+      renamed.replace(at, 5, "llama");
+    ASSERT_TRUE(WriteFileAtomically(directory.File("llama.gguf"), renamed).ok());
+    EXPECT_EQ(ModelSource::Open(directory.File("llama.gguf")).status().code(), absl::StatusCode::kUnimplemented);
   }
 }
 
