@@ -3,6 +3,9 @@
 
 namespace tandem::internal {
 
+absl::Status SquaredNormCuda(const SquaredNormParams&, void*) { return BuiltWithoutCuda("squared norm"); }
+absl::Status AdamWUpdateCuda(const AdamWUpdateParams&, void*) { return BuiltWithoutCuda("adamw"); }
+absl::Status ChecksumSumsCuda(const void*, std::size_t, std::uint64_t (&)[2]) { return BuiltWithoutCuda("checksum"); }
 absl::Status EmbeddingCuda(const EmbeddingParams&, void*) { return BuiltWithoutCuda("embedding"); }
 absl::StatusOr<std::unique_ptr<Gemm>> CreateCudaGemm(std::span<std::byte>) { return BuiltWithoutCuda("gemm"); }
 absl::Status RmsNormCuda(const RmsNormParams&, void*) { return BuiltWithoutCuda("rms_norm"); }
