@@ -25,6 +25,9 @@ ABSL_FLAG(int, max_sequences, 256, "sequences running at a time, in each lane");
 ABSL_FLAG(int, max_waiting_sequences, 16384,
           "sequences waiting at a time; beyond it requests are refused with RESOURCE_EXHAUSTED");
 ABSL_FLAG(int, max_streams, 64, "Generate streams at a time");
+ABSL_FLAG(int, max_adapters, 2, "adapters of one step, on a GPU");
+ABSL_FLAG(int, max_adapter_rank, 0,
+          "rank of any adapter, on a GPU; 0: the largest of 64, 32, 16, 8 that the standing region has room for");
 
 namespace tandem {
 namespace {
@@ -55,6 +58,50 @@ void ReportMemory(const PoolMember& pool, Metrics* metrics) {
   }
 }
 
+// What model and sampler are made for. On a GPU both have their memory from the standing region, the model's first.
+struct DeviceOptions {
+  DecoderModelOptions model;
+  SamplerOptions sampler;
+};
+
+absl::StatusOr<DeviceOptions> PlanDevice(const PoolMember& pool, const ModelConfig& config, int block_tokens) {
+  DeviceOptions options;
+  options.model.device = pool.device();
+  options.model.kv_dtype = pool.device() == Device::kCuda ? DType::kBf16 : DType::kFp32;
+  options.model.block_tokens = block_tokens;
+  const std::uint64_t block_bytes = DecoderModel::BlockBytes(config, block_tokens, options.model.kv_dtype);
+  options.model.num_blocks =
+      static_cast<int>(std::min<std::uint64_t>(pool.region(v1::REGION_KIND_ELASTIC).size() / block_bytes, 1 << 24));
+  options.model.max_batch_tokens = absl::GetFlag(FLAGS_max_batch_tokens);
+  options.model.max_sequences = options.model.max_logit_rows = absl::GetFlag(FLAGS_max_sequences);
+  options.model.max_adapters = absl::GetFlag(FLAGS_max_adapters);
+  options.sampler = {.device = pool.device(), .vocab_size = config.vocab_size, .max_rows = absl::GetFlag(FLAGS_max_sequences)};
+  if (pool.device() == Device::kCpu) return options;
+
+  const std::span<std::byte> region = pool.region(v1::REGION_KIND_ROLLOUT_STANDING);
+  const std::uint64_t sampler_bytes = Sampler::WorkspaceBytes(options.sampler);
+  std::vector<int> ranks = {64, 32, 16, 8};
+  if (absl::GetFlag(FLAGS_max_adapter_rank) > 0) ranks = {absl::GetFlag(FLAGS_max_adapter_rank)};
+  std::uint64_t model_bytes = 0;
+  for (const int rank : ranks) {
+    options.model.max_adapter_rank = rank;
+    model_bytes = RoundUp(DecoderModel::WorkspaceBytes(config, options.model), 256);
+    if (model_bytes + sampler_bytes <= region.size()) break;
+  }
+  if (model_bytes + sampler_bytes > region.size()) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the rollout server's standing region has ", FormatBytes(region.size()),
+                     "; --max_batch_tokens=", options.model.max_batch_tokens, " --max_sequences=", options.model.max_sequences,
+                     " --max_adapters=", options.model.max_adapters, " and rank ", options.model.max_adapter_rank, " need ",
+                     FormatBytes(model_bytes + sampler_bytes), ": raise --rollout_standing_bytes or lower them"));
+  }
+  options.model.workspace = region.first(model_bytes);
+  options.sampler.workspace = region.subspan(model_bytes, sampler_bytes);
+  TANDEM_LOG(kInfo, "main", "workspace size=", FormatBytes(model_bytes + sampler_bytes), " of=", FormatBytes(region.size()),
+             " max_adapter_rank=", options.model.max_adapter_rank);
+  return options;
+}
+
 absl::StatusOr<int> Run(const DaemonConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Metrics> metrics, Metrics::Create(config.metrics_address));
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMember> pool, PoolMember::Start(config.pool));
@@ -68,12 +115,13 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   if (block_tokens < 1 || block_tokens > 1024) {
     return absl::InvalidArgumentError(absl::StrCat("--block_tokens=", block_tokens, " is not in 1 to 1024"));
   }
-  const std::uint64_t block_bytes = DecoderModel::BlockBytes(description.config, block_tokens, DType::kFp32);
-  const auto num_blocks = static_cast<int>(std::min<std::uint64_t>(elastic.size() / block_bytes, 1 << 24));
+  TANDEM_ASSIGN_OR_RETURN(const DeviceOptions device_options, PlanDevice(*pool, description.config, block_tokens));
+  const int num_blocks = device_options.model.num_blocks;
+  const std::uint64_t block_bytes = DecoderModel::BlockBytes(description.config, block_tokens, device_options.model.kv_dtype);
   const WeightLayout layout = WeightLayout::Create(description.config, description.format);
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<DecoderModel> model,
                           DecoderModel::Create(description.config, layout, pool->region(v1::REGION_KIND_WEIGHTS).data(), elastic,
-                                               {.block_tokens = block_tokens, .num_blocks = num_blocks}));
+                                               device_options.model));
   TANDEM_LOG(kInfo, "main", "kv_cache blocks=", num_blocks, " block_tokens=", block_tokens,
              " tokens=", std::int64_t{num_blocks} * block_tokens, " bytes=", FormatBytes(num_blocks * block_bytes));
 
@@ -82,7 +130,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
     TANDEM_LOG(kInfo, "main", "ledger owner=", owned.owner(), " size=", FormatBytes(owned.bytes()));
   }
 
-  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Sampler> sampler, Sampler::Create({.vocab_size = description.config.vocab_size}));
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Sampler> sampler, Sampler::Create(device_options.sampler));
 
   EngineOptions engine_options;
   engine_options.num_blocks = num_blocks;
@@ -95,6 +143,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   engine_options.model_digest = manifest.weights().model_digest();
   engine_options.lease_epoch = pool->lease().epoch();
   engine_options.is_paused = !pool->holds_elastic();
+  engine_options.device = pool->device();
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
                           Engine::Create(std::move(engine_options), model.get(), sampler.get(), tokenizer, metrics.get()));
 
