@@ -8,10 +8,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <numeric>
 #include <sstream>
 
 #include "common/base/check.h"
@@ -24,6 +27,9 @@ namespace tandem {
 namespace {
 
 const char* ProgramOf(Half half) { return half == Half::kRollout ? "rollout_server" : "trainer_server"; }
+
+// Where this test lies, and the daemons beside it, wherever the build folder has been taken.
+std::string BinDirectory() { return std::filesystem::read_symlink("/proc/self/exe").parent_path(); }
 
 // A free port, held until all are chosen so that no two are equal.
 std::vector<int> FreePorts(int count) {
@@ -44,6 +50,14 @@ std::vector<int> FreePorts(int count) {
 }
 
 }  // namespace
+
+Device TestDevice() {
+  static const Device device = [] {
+    const char* const name = std::getenv("TANDEM_TEST_DEVICE");
+    return name != nullptr && std::string(name) == "cuda" ? Device::kCuda : Device::kCpu;
+  }();
+  return device;
+}
 
 std::unique_ptr<grpc::ClientContext> ContextFor(absl::Duration timeout) {
   auto context = std::make_unique<grpc::ClientContext>();
@@ -70,13 +84,15 @@ std::string DaemonPair::data_dir(Half half) const { return absl::StrCat(options_
 void DaemonPair::Start(Half half) {
   TANDEM_CHECK(pids_[Index(half)] == -1, ProgramOf(half), " runs already");
   const std::size_t own = Index(half), other = 1 - own;
-  std::vector<std::string> words = {std::string(TANDEM_BIN_DIR) + "/" + ProgramOf(half),
+  std::vector<std::string> words = {BinDirectory() + "/" + ProgramOf(half),
                                     "--listen=" + addresses_[own],
                                     absl::StrCat("--metrics=127.0.0.1:", metrics_ports_[own]),
                                     "--peer=" + addresses_[other],
                                     "--run_dir=" + options_.directory + "/pool",
                                     "--data_dir=" + data_dir(half),
-                                    "--model=" + options_.model};
+                                    "--model=" + options_.model,
+                                    TestDevice() == Device::kCuda ? "--device=cuda" : "--device=cpu"};
+  if (TestDevice() == Device::kCuda) words.push_back("--pool_bytes=4GiB");
   words.insert(words.end(), options_.flags.begin(), options_.flags.end());
   std::vector<char*> argv;
   for (std::string& word : words) argv.push_back(word.data());
@@ -210,7 +226,7 @@ absl::StatusOr<v1::JobStatus> DaemonPair::WaitForEnd(const std::string& job, abs
 }
 
 absl::StatusOr<std::string> DaemonPair::Client(const std::string& words) {
-  const std::string command = absl::StrCat(TANDEM_BIN_DIR, "/tandem --json --trainer=", address(Half::kTrainer),
+  const std::string command = absl::StrCat(BinDirectory(), "/tandem --json --trainer=", address(Half::kTrainer),
                                            " --rollout=", address(Half::kRollout), " ", words, " 2>&1");
   FILE* const pipe = ::popen(command.c_str(), "r");
   if (pipe == nullptr) return absl::UnknownError(absl::StrCat("cannot run ", command));
@@ -236,6 +252,18 @@ std::string DaemonPair::Trajectory(const std::string& job) {
     trajectory += row.dump() + "\n";
   }
   return trajectory;
+}
+
+double DaemonPair::MeanReward(const std::string& job, std::size_t num_steps) {
+  std::ifstream file(absl::StrCat(data_dir(Half::kTrainer), "/jobs/", job, "/history.jsonl"));
+  std::vector<double> rewards;
+  for (std::string line; std::getline(file, line);) {
+    const nlohmann::json row = nlohmann::json::parse(line, nullptr, false);
+    if (row.contains("reward") && row["reward"].is_number()) rewards.push_back(row["reward"]);
+  }
+  const std::size_t count = std::min(num_steps, rewards.size());
+  return std::accumulate(rewards.end() - static_cast<std::ptrdiff_t>(count), rewards.end(), 0.0) /
+         static_cast<double>(std::max<std::size_t>(count, 1));
 }
 
 GenerateResult GenerateText(v1::RolloutService::Stub* rollout, const std::string& prompt, const v1::SamplingParams& sampling,

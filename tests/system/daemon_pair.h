@@ -10,17 +10,21 @@
 
 #include "absl/time/time.h"
 #include "common/base/status.h"
+#include "common/gpu/device.h"
 #include "proto/job.grpc.pb.h"
 #include "proto/rollout.grpc.pb.h"
 
 namespace tandem {
+
+// Where the daemons of system tests run: the CPU, unless the environment says TANDEM_TEST_DEVICE=cuda.
+Device TestDevice();
 
 enum class Half { kRollout, kTrainer };
 
 struct DaemonPairOptions {
   std::string directory;  // made fresh: run_dir, data_dir, logs
   std::string model;
-  std::vector<std::string> flags;  // for both
+  std::vector<std::string> flags;  // for both, after those of TestDevice()
 };
 
 class DaemonPair {
@@ -55,6 +59,8 @@ class DaemonPair {
   absl::StatusOr<std::string> Client(const std::string& words);
   // What a step computed, times left out: one line a step, comparable bit for bit between runs.
   std::string Trajectory(const std::string& job);
+  // Of the last `num_steps` steps.
+  double MeanReward(const std::string& job, std::size_t num_steps);
 
  private:
   static std::size_t Index(Half half) { return half == Half::kRollout ? 0 : 1; }

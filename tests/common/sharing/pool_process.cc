@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
 
 #include "absl/time/clock.h"
 #include "common/base/check.h"
@@ -17,7 +18,9 @@
 namespace tandem::testing {
 
 PoolProcess::PoolProcess(const PoolProcessOptions& options) {
-  std::vector<std::string> words = {TANDEM_POOL_PROCESS,
+  // Beside the test that starts it, wherever the build folder has been taken.
+  const std::string program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "tandem_pool_process";
+  std::vector<std::string> words = {program,
                                     absl::StrCat("role=", static_cast<int>(options.role)),
                                     "run_dir=" + options.run_dir,
                                     "listen=" + options.listen,

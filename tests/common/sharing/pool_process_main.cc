@@ -7,7 +7,6 @@
 #include <bit>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <fstream>
 #include <iostream>
@@ -15,6 +14,7 @@
 #include <memory>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/time/clock.h"
@@ -25,6 +25,7 @@
 #include "common/memory/lease_book.h"
 #include "common/sharing/pool_member.h"
 #include "grpcpp/grpcpp.h"
+#include "tests/common/sharing/device_touch.h"
 
 namespace tandem {
 namespace {
@@ -107,6 +108,13 @@ class Commands {
     if (verb == "release") return StatusText(member_->ReleaseElastic(absl::Now() + absl::Seconds(10)));
     if (verb == "lease") return absl::StrCat(LeaseText(member_->lease()), member_->holds_elastic() ? " mine" : "");
     if (verb == "attached") return member_->is_peer_attached() ? "yes" : "no";
+    if (verb == "health") return StatusText(member_->health());
+    if (verb == "manifest") {
+      const v1::PoolManifest manifest = member_->manifest();
+      return absl::StrCat(manifest.transport(), " ", manifest.device_uuid(), " ", manifest.num_chunks(), "x",
+                          manifest.chunk_bytes(), " ", v1::WeightFormat_Name(manifest.weights().format()),
+                          manifest.dies_with_maker() ? " dies" : " stays");
+    }
     if (verb == "pool") return member_->manifest().pool_id();
     if (verb == "events") return heard_->Take();
     if (verb == "descriptors") return absl::StrCat(CountDescriptors());
@@ -121,7 +129,11 @@ class Commands {
     }
     if (verb == "read_weights") {  // touches every page
       std::uint64_t sum = 0;
-      for (const std::byte byte : member_->region(v1::REGION_KIND_WEIGHTS)) sum = sum * 31 + static_cast<std::uint64_t>(byte);
+      const std::span<std::byte> weights = member_->region(v1::REGION_KIND_WEIGHTS);
+      std::vector<std::byte> bytes(member_->device() == Device::kCpu ? 0 : weights.size());
+      if (absl::Status copied = CopyToHost(member_->device(), bytes.data(), weights.data(), bytes.size()); !copied.ok())
+        return StatusText(copied);
+      for (const std::byte byte : bytes.empty() ? weights : std::span(bytes)) sum = sum * 31 + static_cast<std::uint64_t>(byte);
       return absl::StrCat(sum);
     }
     if (verb == "yield_time") return absl::ParseDuration(argument, yield_time_) ? "ok" : "bad";
@@ -135,14 +147,18 @@ class Commands {
     if (!absl::SimpleAtoi(argument, &kind)) return "?";
     const std::span<std::byte> region = member_->region(static_cast<v1::RegionKind>(kind));
     if (verb == "get") {
-      std::memcpy(&bits, region.data(), sizeof bits);
-      return absl::StrCat(bits);
+      const absl::Status copied = CopyToHost(member_->device(), &bits, region.data(), sizeof bits);
+      return copied.ok() ? absl::StrCat(bits) : StatusText(copied);
+    }
+    if (verb == "touch") {  // its first byte; a fault on a device ends the process as it would end a daemon
+      const absl::Status touched = testing::TouchByte(member_->device(), region.data());
+      if (!ContextHealth(member_->device()).ok()) std::_Exit(kPoisonedContextExitCode);
+      return StatusText(touched);
     }
     if (verb == "put" && absl::SimpleAtoi(value, &bits)) {
       const volatile float number = std::bit_cast<float>(bits);  // through a float register, as a scale would go
       const float copy = number;
-      std::memcpy(region.data(), &copy, sizeof copy);
-      return "ok";
+      return StatusText(CopyFromHost(member_->device(), region.data(), &copy, sizeof copy));
     }
     return "?";
   }
@@ -170,6 +186,9 @@ int Main(int argc, char** argv) {
   if (words.count("pool_bytes")) options.pool_bytes = ParseBytes(words["pool_bytes"]).value();
   if (words.count("standing_bytes"))
     options.rollout_standing_bytes = options.trainer_standing_bytes = ParseBytes(words["standing_bytes"]).value();
+  options.device = words["device"] == "cuda" ? Device::kCuda : Device::kCpu;
+  options.use_cuda_ipc = words["transport"] == "cuda_ipc";
+  if (words.count("reserve_bytes")) options.reserve_bytes = ParseBytes(words["reserve_bytes"]).value();
   options.strict_leases = words["strict"] == "1";
   options.kill_silent_holder = words["kill_silent"] == "1";
   if (words.count("holder_timeout")) absl::ParseDuration(words["holder_timeout"], &options.holder_timeout);
