@@ -30,6 +30,9 @@ ABSL_FLAG(std::string, run_dir, "",
 ABSL_FLAG(std::string, data_dir, "", "jobs and checkpoints; default $HOME/.local/share/tandem/PROGRAM");
 ABSL_FLAG(std::string, model, "", "model directory or GGUF file; read only by the daemon that makes the pool");
 ABSL_FLAG(std::string, device, "auto", "auto, cpu or cuda; auto: cuda where a GPU is visible. The same for both daemons");
+ABSL_FLAG(
+    std::string, weights, "auto",
+    "format of the base weights: auto (fp32 on the CPU, bf16 on a GPU; a joiner takes what is there), fp32, bf16, fp8 or nf4");
 ABSL_FLAG(std::string, pool_transport, "auto",
           "how device memory is shared: auto (exported descriptors: whoever lives keeps it) or cuda_ipc (for drivers that cannot "
           "export; the memory dies with the daemon that made it). The same for both daemons");
@@ -171,6 +174,11 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
       or_default(absl::GetFlag(FLAGS_data_dir), absl::StrCat(EnvironmentOr("HOME", "/tmp"), "/.local/share/tandem/", program));
   config.pool.role = role;
   config.pool.device = DeviceFlag();
+  if (const std::string weights = absl::GetFlag(FLAGS_weights); weights != "auto") {
+    config.pool.weight_format = ParseStorageFormat(weights);
+    if (!config.pool.weight_format.has_value())
+      BadFlag(absl::StrCat("--weights=", weights, " is none of auto, fp32, bf16, fp8, nf4"));
+  }
   const std::string transport = absl::GetFlag(FLAGS_pool_transport);
   if (transport != "auto" && transport != "cuda_ipc")
     BadFlag(absl::StrCat("--pool_transport=", transport, " is none of auto, cuda_ipc"));

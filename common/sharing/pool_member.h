@@ -20,11 +20,12 @@ namespace tandem {
 
 struct PoolMemberOptions {
   v1::Role role = v1::ROLE_UNSPECIFIED;
-  std::string peer_address;                  // gRPC address of the other daemon
-  std::string run_dir;                       // lock file and Unix sockets; 0700
-  std::string model_path;                    // read only by the daemon that makes the pool; may be empty for one that only joins
-  Device device = Device::kCpu;              // where the pool lies: both daemons' must be the same
-  bool use_cuda_ipc = false;                 // the second transport of device memory, which dies with its maker
+  std::string peer_address;      // gRPC address of the other daemon
+  std::string run_dir;           // lock file and Unix sockets; 0700
+  std::string model_path;        // read only by the daemon that makes the pool; may be empty for one that only joins
+  Device device = Device::kCpu;  // where the pool lies: both daemons' must be the same
+  std::optional<StorageFormat> weight_format;  // nullopt: what the peer has; for the maker fp32 on the CPU, bf16 on a GPU
+  bool use_cuda_ipc = false;                   // the second transport of device memory, which dies with its maker
   std::uint64_t pool_bytes = 0;              // 0: on a GPU all free memory but `reserve_bytes`; else what the regions need and a
                                              // default elastic region
   std::uint64_t reserve_bytes = 0;           // device memory left to both daemons' contexts, modules and graphs

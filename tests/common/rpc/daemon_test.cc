@@ -135,6 +135,7 @@ TEST(Daemon, BadFlagsEndItWithOneByName) {
   for (const auto& [flag, part] : std::vector<std::pair<std::string, std::string>>{{"--pool_bytes=many", "--pool_bytes"},
                                                                                    {"--log_level=loud", "loud"},
                                                                                    {"--device=abacus", "abacus"},
+                                                                                   {"--weights=int3", "int3"},
                                                                                    {"--no_such_flag=1", "no_such_flag"},
                                                                                    {"word", "'word'"}}) {
     DaemonProcess daemon({flag});
