@@ -16,6 +16,7 @@
 #include "common/sharing/pool_member.h"
 #include "common/sharing/standing_allocator.h"
 #include "common/torch/arena_allocator.h"
+#include "kernels/adamw/adamw.h"
 #include "trainer_server/checkpoint/durable_file.h"
 #include "trainer_server/service/job_service.h"
 
@@ -24,6 +25,24 @@ ABSL_FLAG(int, peer_patience_minutes, 60, "how long a job waits for rollout_serv
 
 namespace tandem {
 namespace {
+
+// What the trainer thread computes with on a GPU; nothing on the CPU.
+struct Compute {
+  std::unique_ptr<Stream> stream;
+  std::span<std::byte> workspace, optimizer_scratch;  // of the standing region, for life
+  std::unique_ptr<Gemm> gemm;
+
+  static absl::StatusOr<Compute> Create(Device device, StandingAllocator* standing) {
+    Compute compute;
+    if (device == Device::kCpu) return compute;
+    TANDEM_ASSIGN_OR_RETURN(compute.stream, Stream::Create(device));
+    TANDEM_ASSIGN_OR_RETURN(compute.workspace, standing->Allocate(kGemmWorkspaceBytes, "gemm_workspace"));
+    TANDEM_ASSIGN_OR_RETURN(compute.optimizer_scratch, standing->Allocate(AdamWScratchBytes(), "optimizer_scratch"));
+    TANDEM_ASSIGN_OR_RETURN(compute.gemm, Gemm::Create(device, compute.workspace));
+    return compute;
+  }
+  std::uint64_t standing_bytes() const { return workspace.size() + optimizer_scratch.size(); }
+};
 
 absl::StatusOr<int> Run(const DaemonConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Metrics> metrics, Metrics::Create(config.metrics_address));
@@ -41,7 +60,9 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<ContentStore> content,
                           ContentStore::Open(config.data_dir + "/content", content_limit));
   const std::span<std::byte> standing_region = pool->region(v1::REGION_KIND_TRAINER_STANDING);
-  const std::unique_ptr<StandingAllocator> standing = StandingAllocator::Create(standing_region, v1::ROLE_TRAINER, Device::kCpu);
+  const Device device = pool->device();
+  const std::unique_ptr<StandingAllocator> standing = StandingAllocator::Create(standing_region, v1::ROLE_TRAINER, device);
+  TANDEM_ASSIGN_OR_RETURN(const Compute compute, Compute::Create(device, standing.get()));
   RolloutPeer peer({.address = config.pool.peer_address,
                     .is_attached = [&pool] { return pool->is_peer_attached(); },
                     .patience = absl::Minutes(absl::GetFlag(FLAGS_peer_patience_minutes))});
@@ -55,13 +76,19 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   environment.peer = &peer;
   environment.content = content.get();
   environment.metrics = metrics.get();
+  environment.device = {device, compute.stream.get(), compute.optimizer_scratch.data()};
+  environment.standing_bytes = standing_region.size() - compute.standing_bytes();
   const std::byte* const weights = pool->region(v1::REGION_KIND_WEIGHTS).data();
-  environment.make_policy = [&description, &layout, weights](const AdapterMemory& memory, const PolicyOptions& options) {
-    return PolicyModel::Create(description.config, layout, weights, memory, options);
+  const PolicyDevice policy_device{device, compute.stream.get(), compute.gemm.get()};
+  environment.make_policy = [&description, &layout, weights, policy_device](const AdapterMemory& memory,
+                                                                            const PolicyOptions& options) {
+    return PolicyModel::Create(description.config, layout, weights, memory, options, policy_device);
   };
-  environment.enter_arena = [](std::span<std::byte> elastic) { return std::make_shared<ArenaScope>(elastic, "activations"); };
+  environment.enter_arena = [device](std::span<std::byte> elastic) {
+    return std::make_shared<ArenaScope>(elastic, "activations", device);
+  };
   JobRunner runner(store.get(), environment, {.directory = config.data_dir});
-  const JobSurroundings surroundings{description.config, encoder, content.get(), standing_region.size()};
+  const JobSurroundings surroundings{description.config, encoder, content.get(), environment.standing_bytes};
   JobService service(
       {.surroundings = surroundings, .model = description.config.name, .device = manifest.device_uuid(), .member = pool.get()},
       store.get(), content.get(), &runner);

@@ -4,7 +4,7 @@
 #include <optional>
 #include <utility>
 
-#include "common/base/hash.h"
+#include "kernels/checksum/checksum.h"
 
 namespace tandem {
 namespace {
@@ -29,7 +29,7 @@ absl::StatusOr<std::vector<LinearKind>> ParseTargets(const v1::AdapterSlot& slot
 }  // namespace
 
 absl::StatusOr<Adapter> OpenAdapter(const v1::ActivateAdapterRequest& request, const ModelConfig& config,
-                                    std::span<const std::byte> region, std::uint64_t region_begin_bytes) {
+                                    std::span<const std::byte> region, std::uint64_t region_begin_bytes, Device device) {
   const v1::AdapterSlot& slot = request.slot();
   if (request.job().empty()) return absl::InvalidArgumentError("job: empty; the base model has no adapter");
   if (request.weight_version() == 0) return absl::InvalidArgumentError("weight_version: 0; versions begin at 1");
@@ -58,11 +58,10 @@ absl::StatusOr<Adapter> OpenAdapter(const v1::ActivateAdapterRequest& request, c
         absl::StrCat("slot.range: ", end - begin, " bytes; rank ", slot.rank(), " on these targets takes ", layout->total_bytes));
   }
   const std::byte* bytes = region.data() + (begin - region_begin_bytes);
-  Sha256 hash;
-  hash.Update(bytes, end - begin);
-  if (const std::string checksum = hash.Finish(); checksum != slot.checksum()) {
+  TANDEM_ASSIGN_OR_RETURN(const std::string checksum, MemoryChecksum(device, bytes, end - begin));
+  if (checksum != slot.checksum()) {
     return absl::AbortedError(absl::StrCat("job ", request.job(), " version ", request.weight_version(), ": slot [", begin, ", ",
-                                           end, ") has SHA-256 ", checksum, ", published as \"", slot.checksum(),
+                                           end, ") has checksum ", checksum, ", published as \"", slot.checksum(),
                                            "\": not activated"));
   }
   Adapter adapter;

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "common/base/status.h"
+#include "common/gpu/device.h"
 #include "common/model/weight_layout.h"
 #include "proto/rollout.pb.h"
 #include "rollout_server/model/decoder_model.h"
@@ -28,10 +29,11 @@ struct Adapter {
 };
 
 // Checks a publication against the model and the slot's bytes. `region` is the trainer's standing region as this process maps it
-// and begins at `region_begin_bytes` of the pool. Reads the whole slot (about 1 GB/s): call it off the engine thread. Errors:
-// INVALID_ARGUMENT (a field, its value and the limit), OUT_OF_RANGE (slot), ABORTED (checksum: the slot is half written).
+// on `device` and begins at `region_begin_bytes` of the pool. Reads the whole slot (MemoryChecksum): call it off the engine
+// thread. Errors: INVALID_ARGUMENT (a field, its value and the limit), OUT_OF_RANGE (slot), ABORTED (checksum: the slot is half
+// written).
 absl::StatusOr<Adapter> OpenAdapter(const v1::ActivateAdapterRequest& request, const ModelConfig& config,
-                                    std::span<const std::byte> region, std::uint64_t region_begin_bytes);
+                                    std::span<const std::byte> region, std::uint64_t region_begin_bytes, Device device);
 
 class AdapterTable {
  public:

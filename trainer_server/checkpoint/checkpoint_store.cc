@@ -1,7 +1,6 @@
 #include "trainer_server/checkpoint/checkpoint_store.h"
 
 #include <algorithm>
-#include <cstring>
 #include <filesystem>
 #include <utility>
 
@@ -148,7 +147,13 @@ absl::Status CheckpointStore::Write(const CheckpointState& state, const std::str
     manifest["files"][name] = Describe(bytes);
     return WriteFileDurably(partial + "/" + name, bytes);
   };
-  for (const ArrayFile& file : kArrayFiles) TANDEM_RETURN_IF_ERROR(write(file.name, arrays.*file.bytes));
+  std::vector<std::byte> on_host;
+  for (const ArrayFile& file : kArrayFiles) {
+    const std::span<const std::byte> array = arrays.*file.bytes;
+    on_host.resize(array.size());
+    TANDEM_RETURN_IF_ERROR(CopyToHost(arrays.device, on_host.data(), array.data(), array.size()));
+    TANDEM_RETURN_IF_ERROR(write(file.name, on_host));
+  }
   const std::string state_text = StateToJson(state);
   TANDEM_RETURN_IF_ERROR(write(kState, BytesOf(state_text)));
   TANDEM_RETURN_IF_ERROR(write(kJob, BytesOf(job_text)));
@@ -202,7 +207,7 @@ absl::StatusOr<std::optional<CheckpointState>> CheckpointStore::LoadNewest(const
       return absl::FailedPreconditionError(absl::StrCat("checkpoint ", directory, "/", file.name, " has ", bytes.size(),
                                                         " bytes; the job's adapter has ", target.size()));
     }
-    std::memcpy(target.data(), bytes.data(), bytes.size());
+    TANDEM_RETURN_IF_ERROR(CopyFromHost(arrays.device, target.data(), bytes.data(), bytes.size()));
   }
   return state;
 }

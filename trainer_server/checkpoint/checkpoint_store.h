@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "common/base/status.h"
+#include "common/gpu/device.h"
 
 namespace tandem {
 
@@ -31,9 +32,10 @@ struct CheckpointState {
   bool operator==(const CheckpointState&) const = default;
 };
 
-// The adapter and the optimizer's moments; all of one size.
+// The adapter and the optimizer's moments; all of one size, on one device.
 struct CheckpointArrays {
   std::span<std::byte> adapter, first_moments, second_moments;
+  Device device = Device::kCpu;
 };
 
 class CheckpointStore {

@@ -172,8 +172,7 @@ void JobRunner::RunJob(const StoredJob& job) {
 absl::StatusOr<std::unique_ptr<TrainingLoop>> JobRunner::Begin(const StoredJob& job) {
   const std::string& name = job.status.job();
   TANDEM_RETURN_IF_ERROR(ClearStandingRegion(name));
-  const JobSurroundings surroundings{environment_.model, environment_.encoder, environment_.content,
-                                     environment_.member->region(v1::REGION_KIND_TRAINER_STANDING).size()};
+  const JobSurroundings surroundings{environment_.model, environment_.encoder, environment_.content, environment_.standing_bytes};
   TANDEM_ASSIGN_OR_RETURN(JobPlan plan, PlanJob(job.job_text, surroundings, JobOrigin::kStored));
   TANDEM_ASSIGN_OR_RETURN(auto loop, TrainingLoop::Create(environment_, name, job.job_text, std::move(plan), DirectoryOf(name)));
   TANDEM_RETURN_IF_ERROR(store_->SetStep(name, static_cast<std::uint32_t>(loop->step())));

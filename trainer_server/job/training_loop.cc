@@ -155,7 +155,7 @@ absl::Status TrainingLoop::TakeMemory() {
 
 absl::Status TrainingLoop::MakePolicy() {
   TANDEM_ASSIGN_OR_RETURN(policy_, environment_.make_policy({masters_.bytes(), gradients_.bytes()}, plan_.policy));
-  policy_->InitializeAdapters(plan_.spec.seed());
+  TANDEM_RETURN_IF_ERROR(policy_->InitializeAdapters(plan_.spec.seed()));
   const v1::AdapterConfig& adapter = plan_.spec.adapter();
   if (!adapter.start_config_content().empty()) TANDEM_RETURN_IF_ERROR(LoadStartAdapter());
   prompts_ = std::make_unique<PromptSource>(plan_.data, environment_.encoder, plan_.spec.data(), plan_.spec.seed());
@@ -170,7 +170,8 @@ absl::Status TrainingLoop::MakePolicy() {
                                       .slots = {slots_[0].bytes(), slots_[1].bytes()},
                                       .offset_of = [member](const void* address) { return member->offset_of(address); },
                                       .layout = plan_.layout,
-                                      .scale = plan_.policy.scale});
+                                      .scale = plan_.policy.scale,
+                                      .device = environment_.device.device});
   client_ = std::make_unique<RolloutClient>(
       peer, [this] { return publisher_->Reactivate(); },
       RolloutClient::Options{.tokenizer = environment_.tokenizer,
@@ -184,7 +185,8 @@ absl::Status TrainingLoop::MakePolicy() {
                                                              .learning_rate = plan_.learning_rate,
                                                              .updates_per_rollout = plan_.spec.loss().updates_per_rollout(),
                                                              .micro_batch_tokens = plan_.spec.batch().micro_batch_tokens(),
-                                                             .is_interrupted = [peer] { return peer->is_interrupted(); }});
+                                                             .is_interrupted = [peer] { return peer->is_interrupted(); },
+                                                             .device = environment_.device});
   return absl::OkStatus();
 }
 
@@ -194,8 +196,11 @@ absl::Status TrainingLoop::LoadStartAdapter() {
                           StandingPiece::Allocate(environment_.standing, plan_.layout.total_bytes, "start_adapter"));
   TANDEM_ASSIGN_OR_RETURN(const PeftAdapter start,
                           OpenStartAdapter(plan_.spec.adapter(), environment_.model, *environment_.content));
-  TANDEM_RETURN_IF_ERROR(start.Load(start_adapter_.bytes()));
-  std::ranges::copy(start_adapter_.bytes(), masters_.bytes().begin());
+  std::vector<std::byte> on_host(plan_.layout.total_bytes);
+  TANDEM_RETURN_IF_ERROR(start.Load(on_host));
+  for (const StandingPiece* piece : {&start_adapter_, &masters_}) {
+    TANDEM_RETURN_IF_ERROR(CopyFromHost(environment_.device.device, piece->bytes().data(), on_host.data(), on_host.size()));
+  }
   return policy_->SetReference(start_adapter_.bytes(), plan_.layout, plan_.policy.scale);
 }
 

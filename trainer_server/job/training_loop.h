@@ -41,6 +41,8 @@ struct LoopEnvironment {
   const ContentStore* content = nullptr;
   Metrics* metrics = nullptr;
   PolicyFactory make_policy;
+  AdamWDevice device;                // where the pool lies; its stream is the trainer thread's
+  std::uint64_t standing_bytes = 0;  // of the standing region, for jobs
   std::function<std::shared_ptr<void>(std::span<std::byte> elastic)> enter_arena;  // may be empty
   std::function<void(const std::string& phase)> on_phase;                          // "rollout", "training"
 };
@@ -55,7 +57,7 @@ class StandingPiece {
   ~StandingPiece() { Free(); }
   void Free() noexcept;
   std::span<std::byte> bytes() const { return bytes_; }
-  std::span<float> floats() const;
+  std::span<float> floats() const;  // on the pool's device
 
  private:
   StandingAllocator* standing_ = nullptr;
@@ -102,7 +104,9 @@ class TrainingLoop {
                          const StepReport& report) const;
   std::vector<v1::CompletionRecord> Records(const std::vector<ScoredGroup>& groups, const StepReport& report) const;
   void Export(const HistoryEvent& event, const StepReport* report);
-  CheckpointArrays arrays() const { return {masters_.bytes(), first_moments_.bytes(), second_moments_.bytes()}; }
+  CheckpointArrays arrays() const {
+    return {masters_.bytes(), first_moments_.bytes(), second_moments_.bytes(), environment_.device.device};
+  }
 
   const LoopEnvironment environment_;
   const std::string job_;

@@ -1,27 +1,23 @@
 #include "trainer_server/optim/adamw.h"
 
 #include <cmath>
-#include <cstddef>
+#include <vector>
 
 #include "common/base/check.h"
+#include "kernels/adamw/adamw.h"
 
 namespace tandem {
 namespace {
 
-// Eight running sums in a fixed order: the same bits whatever the threads.
-double SquaredNorm(std::span<const float> values) {
-  constexpr std::size_t kLanes = 8;
-  double lanes[kLanes] = {};
-  const std::size_t whole = values.size() / kLanes * kLanes;
-  for (std::size_t i = 0; i < whole; i += kLanes) {
-    for (std::size_t lane = 0; lane < kLanes; ++lane) {
-      const double value = values[i + lane];
-      lanes[lane] += value * value;
-    }
-  }
+absl::StatusOr<double> SquaredNormOf(std::span<const float> values, const AdamWDevice& device) {
+  std::vector<double> on_host(AdamWScratchBytes() / sizeof(double) + 1);
+  void* const scratch = device.device == Device::kCpu ? on_host.data() : device.scratch;
+  TANDEM_RETURN_IF_ERROR(
+      SquaredNorm({.values = values.data(), .count = static_cast<std::int64_t>(values.size()), .scratch = scratch}, device.device,
+                  device.handle()));
+  TANDEM_RETURN_IF_ERROR(device.Fence());
   double sum = 0;
-  for (const double lane : lanes) sum += lane;
-  for (std::size_t i = whole; i < values.size(); ++i) sum += static_cast<double>(values[i]) * values[i];
+  TANDEM_RETURN_IF_ERROR(CopyToHost(device.device, &sum, scratch, sizeof(sum)));
   return sum;
 }
 
@@ -29,14 +25,16 @@ double SquaredNorm(std::span<const float> values) {
 
 absl::StatusOr<AdamWReport> AdamWStep(const AdamWOptions& options, double learning_rate, std::uint64_t step,
                                       std::span<float> parameters, std::span<const float> gradients,
-                                      std::span<float> first_moments, std::span<float> second_moments) {
+                                      std::span<float> first_moments, std::span<float> second_moments,
+                                      const AdamWDevice& device) {
   TANDEM_CHECK(step >= 1, "step counts from 1");
   TANDEM_CHECK(parameters.size() == gradients.size() && parameters.size() == first_moments.size() &&
                    parameters.size() == second_moments.size(),
                "parameters ", parameters.size(), ", gradients ", gradients.size(), ", moments ", first_moments.size(), " and ",
                second_moments.size());
   AdamWReport report;
-  report.grad_norm = std::sqrt(SquaredNorm(gradients));
+  TANDEM_ASSIGN_OR_RETURN(const double squared_norm, SquaredNormOf(gradients, device));
+  report.grad_norm = std::sqrt(squared_norm);
   if (!std::isfinite(report.grad_norm)) {
     return absl::FailedPreconditionError(
         absl::StrCat("optimizer step ", step, ": the gradient norm is ", report.grad_norm, "; parameters are unchanged"));
@@ -56,13 +54,21 @@ absl::StatusOr<AdamWReport> AdamWStep(const AdamWOptions& options, double learni
   const float epsilon = static_cast<float>(options.epsilon);
   const float beta2 = static_cast<float>(options.beta2);
   const float fresh1 = static_cast<float>(1 - options.beta1), fresh2 = static_cast<float>(1 - options.beta2);
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const float gradient = gradients[i] * clip;
-    first_moments[i] += fresh1 * (gradient - first_moments[i]);
-    second_moments[i] = beta2 * second_moments[i] + fresh2 * gradient * gradient;
-    const float denominator = std::sqrt(second_moments[i]) * inverse_root_bias2 + epsilon;
-    parameters[i] = keep * parameters[i] - step_size * first_moments[i] / denominator;
-  }
+  TANDEM_RETURN_IF_ERROR(AdamWUpdate({.parameters = parameters.data(),
+                                      .gradients = gradients.data(),
+                                      .first_moments = first_moments.data(),
+                                      .second_moments = second_moments.data(),
+                                      .count = static_cast<std::int64_t>(parameters.size()),
+                                      .clip = clip,
+                                      .fresh1 = fresh1,
+                                      .beta2 = beta2,
+                                      .fresh2 = fresh2,
+                                      .step_size = step_size,
+                                      .inverse_root_bias2 = inverse_root_bias2,
+                                      .keep = keep,
+                                      .epsilon = epsilon},
+                                     device.device, device.handle()));
+  TANDEM_RETURN_IF_ERROR(device.Fence());
   return report;
 }
 

@@ -5,6 +5,7 @@
 #include <span>
 
 #include "common/base/status.h"
+#include "common/gpu/stream.h"
 
 namespace tandem {
 
@@ -21,10 +22,21 @@ struct AdamWReport {
   bool is_clipped = false;
 };
 
-// One step over flat fp32 arrays of equal length. `step` counts from 1. Errors: FAILED_PRECONDITION when the norm is not finite;
-// nothing is then changed.
+// Where a step's arrays lie and what it runs on.
+struct AdamWDevice {
+  Device device = Device::kCpu;
+  Stream* stream = nullptr;  // the GPU's alone, as the scratch: AdamWScratchBytes() of kernels/adamw/adamw.h
+  void* scratch = nullptr;
+
+  void* handle() const { return stream == nullptr ? nullptr : stream->handle(); }
+  absl::Status Fence() const { return stream == nullptr ? absl::OkStatus() : stream->Synchronize(); }
+};
+
+// One step over flat fp32 arrays of equal length; returns when it is done. `step` counts from 1. Errors: FAILED_PRECONDITION when
+// the norm is not finite, INTERNAL (the device); nothing is changed before the norm is known.
 absl::StatusOr<AdamWReport> AdamWStep(const AdamWOptions& options, double learning_rate, std::uint64_t step,
                                       std::span<float> parameters, std::span<const float> gradients,
-                                      std::span<float> first_moments, std::span<float> second_moments);
+                                      std::span<float> first_moments, std::span<float> second_moments,
+                                      const AdamWDevice& device = {});
 
 }  // namespace tandem

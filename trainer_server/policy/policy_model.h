@@ -10,8 +10,10 @@
 #include <vector>
 
 #include "common/base/status.h"
+#include "common/gpu/stream.h"
 #include "common/model/model_config.h"
 #include "common/model/weight_layout.h"
+#include "kernels/gemm/gemm.h"
 #include "trainer_server/batch/micro_batch.h"
 
 namespace tandem {
@@ -26,7 +28,14 @@ struct PolicyOptions {
   std::uint64_t seed = 0;  // dropout masks
 };
 
-// Fp32 arrays in AdapterLayout order, kept in the trainer's standing region.
+// What the policy computes with on a GPU; used by nobody else while one of its functions runs.
+struct PolicyDevice {
+  Device device = Device::kCpu;
+  Stream* stream = nullptr;
+  Gemm* gemm = nullptr;
+};
+
+// Fp32 arrays in AdapterLayout order, kept in the trainer's standing region, on the policy's device.
 struct AdapterMemory {
   std::span<std::byte> masters;  // AdapterLayout.total_bytes
   std::span<std::byte> gradients;
@@ -39,15 +48,16 @@ struct HeadScores {
   std::vector<double> entropies;
 };
 
+// On a GPU all memory below is device memory; functions return when their work there is done.
 class PolicyModel {
  public:
   static absl::StatusOr<std::unique_ptr<PolicyModel>> Create(const ModelConfig& config, const WeightLayout& layout,
                                                              const std::byte* weights, const AdapterMemory& memory,
-                                                             const PolicyOptions& options);
+                                                             const PolicyOptions& options, const PolicyDevice& device = {});
   virtual ~PolicyModel() = default;
   // A uniform in +-1/sqrt(inputs) (or as given), B zero; deterministic in the seed.
-  virtual void InitializeAdapters(std::uint64_t seed) = 0;
-  // The starting adapter becomes the reference: `slot` is copied. Without it the reference is the base.
+  virtual absl::Status InitializeAdapters(std::uint64_t seed) = 0;
+  // The starting adapter becomes the reference: `slot` is read as long as the policy lives. Without it the reference is the base.
   virtual absl::Status SetReference(std::span<const std::byte> slot, const AdapterLayout& layout, float scale) = 0;
   // Forward only, no dropout.
   virtual absl::StatusOr<HeadScores> Score(const MicroBatch& batch, PolicyKind kind) = 0;
@@ -56,7 +66,7 @@ class PolicyModel {
                                              std::uint64_t dropout_stream) = 0;
   // dL/dlogprob and dL/dentropy (empty: zero) of each head row of the last Forward; adds to the gradients.
   virtual absl::Status Backward(std::span<const double> grad_logprobs, std::span<const double> grad_entropies) = 0;
-  virtual void ZeroGradients() = 0;
+  virtual absl::Status ZeroGradients() = 0;
   virtual const AdapterLayout& adapter_layout() const = 0;
 };
 

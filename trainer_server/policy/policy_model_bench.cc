@@ -81,7 +81,7 @@ absl::Status RunBench() {
       second(layout.total_bytes);
   TANDEM_ASSIGN_OR_RETURN(const auto policy, PolicyModel::Create(bench.config, bench.layout, bench.weights.span().data(),
                                                                  {masters.span(), gradients.span()}, options));
-  policy->InitializeAdapters(1);
+  TANDEM_RETURN_IF_ERROR(policy->InitializeAdapters(1));
   const std::vector<Group> groups = RandomGroups(bench.config.vocab_size);
   TANDEM_ASSIGN_OR_RETURN(const std::vector<MicroBatch> batches, Pack(groups));
 
@@ -90,7 +90,7 @@ absl::Status RunBench() {
   for (int step = 1; step <= absl::GetFlag(FLAGS_steps); ++step) {
     const absl::Time begin = absl::Now();
     rows = head_rows = 0;
-    policy->ZeroGradients();
+    TANDEM_RETURN_IF_ERROR(policy->ZeroGradients());
     for (const MicroBatch& batch : batches) {
       TANDEM_ASSIGN_OR_RETURN(const HeadScores scores, policy->Forward(batch, false, 0));
       const std::vector<double> grad_logprobs(scores.logprobs.size(), 1e-3);

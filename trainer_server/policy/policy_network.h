@@ -1,91 +1,53 @@
-// The policy's arithmetic: forward over a packed micro-batch that keeps layer inputs only, backward that recomputes one layer at
+// The policy's structure: forward over a packed micro-batch that keeps layer inputs only, backward that recomputes one layer at
 // a time. Base weights are frozen: no gradient of a dense weight is ever formed, and the down projection is not recomputed.
 //
-// T is float, or double for tests against finite differences. Confined to one thread; throws c10::Error. Buffers come from
-// LibTorch's allocator (common/torch/buffer.h): the leased arena inside an ArenaScope.
+// The arithmetic and the memory that it works on are a Backend's: CpuBackend (cpu_backend.h, which tells what each operation
+// does) or CudaBackend (cuda_backend.h). Pointers are the backend's: this code never dereferences one. Confined to one thread;
+// throws c10::Error. Buffers come from the leased arena inside an ArenaScope. Defined in policy_network.inc.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
-#include <vector>
 
 #include "common/model/model_config.h"
-#include "common/torch/buffer.h"
 #include "common/torch/matrix.h"
-#include "common/torch/rope_table.h"
-#include "common/torch/vector_ops.h"
 #include "trainer_server/batch/micro_batch.h"
 #include "trainer_server/policy/linear_logprob.h"
-#include "trainer_server/policy/packed_attention.h"
+#include "trainer_server/policy/network_weights.h"
 
 namespace tandem {
 
-template <typename T>
-struct NetworkWeights {
-  struct Layer {
-    const T* input_norm = nullptr;  // shapes as in weight_layout.h
-    const T* qkv = nullptr;
-    const T* qkv_bias = nullptr;  // null: the family has none; likewise the norms
-    const T* q_norm = nullptr;
-    const T* k_norm = nullptr;
-    const T* o = nullptr;
-    const T* post_norm = nullptr;
-    const T* gate_up = nullptr;
-    const T* down = nullptr;
-  };
-  const T* embedding = nullptr;
-  std::vector<Layer> layers;
-  const T* final_norm = nullptr;
-  const T* head = nullptr;
-};
-
-// One linear layer's adapter: y += scale (drop(x) A^T) B^T.
-template <typename T>
-struct LoraPair {
-  const T* a = nullptr;  // [rank, inputs]; null: this layer has none
-  const T* b = nullptr;  // [outputs, rank]
-  T* grad_a = nullptr;   // added to
-  T* grad_b = nullptr;
-};
-
-template <typename T>
-struct LoraSet {
-  std::int64_t rank = 0;
-  double scale = 0;
-  std::vector<std::array<LoraPair<T>, kNumLinearKinds>> layers;
-};
-
-struct LoraDropout {
-  double probability = 0;    // 0: off
-  std::uint64_t stream = 0;  // masks are a function of (stream, layer, kind, row, input)
-};
-
-template <typename T>
+template <typename Backend>
 class PolicyNetwork {
  public:
-  PolicyNetwork(const ModelConfig& config, NetworkWeights<T> weights, const LinearHead<T>& head);
+  using T = typename Backend::Element;
+  using Sum = typename Backend::Sum;
+  template <typename U>
+  using Buffer = typename Backend::template Buffer<U>;
+  using Plan = typename Backend::Plan;  // a micro-batch as the backend's operations want it
+  using Lora = LoraSet<T, Sum>;
+
+  PolicyNetwork(const ModelConfig& config, NetworkWeights<T> weights, Backend backend);
 
   // Log-probs of the batch's head rows; nothing is kept. `lora` null: the base.
-  LinearLogprobs Score(const MicroBatch& batch, const LoraSet<T>* lora);
+  LinearLogprobs Score(const MicroBatch& batch, const Lora* lora);
   // The same, keeping what one Backward needs. `needs_entropy_gradient`: the two-pass head. `lora` must outlive Backward.
-  LinearLogprobs Forward(const MicroBatch& batch, const LoraSet<T>& lora, const LoraDropout& dropout,
-                         bool needs_entropy_gradient);
+  LinearLogprobs Forward(const MicroBatch& batch, const Lora& lora, const LoraDropout& dropout, bool needs_entropy_gradient);
   // Adds to the gradients in `lora`. Frees what Forward kept. Requires: has_kept().
   void Backward(std::span<const double> grad_logprobs, std::span<const double> grad_entropies);
   bool has_kept() const { return kept_.has_value(); }
-  std::size_t num_kept_head_rows() const { return kept_->batch.head_rows.size(); }
+  std::size_t num_kept_head_rows() const { return kept_->logprobs.logprobs.size(); }
   bool keeps_entropy_gradient() const { return kept_->unit_gradient.size() == 0; }
   void DropKept() { kept_.reset(); }
+  Backend& backend() { return backend_; }
 
  private:
   struct Kept {
-    MicroBatch batch;
-    const LoraSet<T>* lora = nullptr;
+    std::unique_ptr<Plan> plan;
+    const Lora* lora = nullptr;
     LoraDropout dropout;
-    std::unique_ptr<PackedAttention<T>> attention;
     Buffer<T> layer_inputs;   // [num_layers, num_rows, d]
     Buffer<T> hidden;         // [num_rows, d], before the final norm
     Buffer<T> head_input;     // [head rows, d]; two-pass head only
@@ -94,10 +56,10 @@ class PolicyNetwork {
   };
   struct Workspace;  // buffers of one layer
   struct Pass {      // what all layers of one pass share
-    const MicroBatch* batch;
-    const LoraSet<T>* lora;  // null: none
+    Plan* plan;
+    std::int64_t num_rows;
+    const Lora* lora;  // null: none
     LoraDropout dropout;
-    PackedAttention<T>* attention;
     Workspace* workspace;
   };
   struct Linear {  // one fused dense layer: its kinds lie side by side in y's columns
@@ -127,21 +89,11 @@ class PolicyNetwork {
   // x as the adapter of (layer, kind) sees it.
   Matrix<const T> Dropped(const Pass& pass, const Linear& linear, LinearKind kind, Matrix<const T> x);
   void MultiplyByDropoutMask(const LoraDropout& dropout, const Linear& linear, LinearKind kind, Matrix<T> x);
-  // Bias, norms of q's and k's heads where the family has them, rotary embedding, in place. `unnormed` (null: not kept) takes q
-  // and k as they go into the norms.
-  void FinishQkv(const Pass& pass, int layer, T* qkv, T* unnormed);
-  // Turns the gradient of what FinishQkv made into that of what it was given.
-  void FinishQkvBackward(const Pass& pass, int layer, const T* unnormed, T* grad_qkv);
-  void NormHeadsBackward(const T* x, const T* weight, std::int64_t heads, T* grad) const;
-  void Norm(const T* x, const T* weight, T* y, std::int64_t rows);
-  void NormBackward(const T* x, const T* weight, const T* grad_y, T* grad_x, std::int64_t rows);
-  Buffer<T> GatherHeadInput(const MicroBatch& batch, const T* hidden);
+  Buffer<T> GatherHeadInput(Plan* plan, std::int64_t num_head_rows, const T* hidden);
 
   const ModelConfig config_;
   const NetworkWeights<T> weights_;
-  const LinearHead<T> head_;
-  const VectorOps<T>& ops_;
-  RopeTable<T> rope_;
+  Backend backend_;
   std::optional<Kept> kept_;
 };
 

@@ -1,13 +1,12 @@
 #include "trainer_server/publish/adapter_publisher.h"
 
-#include <cstring>
 #include <utility>
 
 #include "absl/time/clock.h"
 #include "common/base/check.h"
-#include "common/base/hash.h"
 #include "common/base/log.h"
 #include "common/rpc/channel.h"
+#include "kernels/checksum/checksum.h"
 
 namespace tandem {
 
@@ -58,10 +57,8 @@ absl::Status AdapterPublisher::Publish(std::uint64_t version, std::span<const st
   if (!is_outcome_known_) TANDEM_RETURN_IF_ERROR(RetireAdapter(peer_, options_.job, options_.activate_deadline));
   is_outcome_known_ = true;
   const std::span<std::byte> slot = options_.slots[idle].first(adapter.size());
-  std::memcpy(slot.data(), adapter.data(), adapter.size());
-  Sha256 hash;
-  hash.Update(slot.data(), slot.size());
-  const std::string checksum = hash.Finish();
+  TANDEM_RETURN_IF_ERROR(CopyOnDevice(options_.device, slot.data(), adapter.data(), adapter.size()));
+  TANDEM_ASSIGN_OR_RETURN(const std::string checksum, MemoryChecksum(options_.device, slot.data(), slot.size()));
   const absl::Status activated = Activate(version, idle, checksum);
   if (!activated.ok()) {
     is_outcome_known_ = false;

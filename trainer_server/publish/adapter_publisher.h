@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 
+#include "common/gpu/device.h"
 #include "common/model/weight_layout.h"
 #include "trainer_server/rollout/rollout_peer.h"
 
@@ -22,6 +23,7 @@ class AdapterPublisher {
     std::function<std::uint64_t(const void* address)> offset_of;  // in the pool
     AdapterLayout layout;
     float scale = 0;
+    Device device = Device::kCpu;  // where slots and adapters lie
     absl::Duration activate_deadline = absl::Seconds(30);
   };
   AdapterPublisher(RolloutPeer* peer, Options options);

@@ -59,19 +59,19 @@ StepDriver::StepDriver(PolicyModel* policy, TrainedState* state, ElasticPhase* p
 
 absl::StatusOr<StepReport> StepDriver::Run(std::uint64_t step, std::span<const ScoredGroup> groups) {
   // With several updates an earlier one may be applied when a later one is refused.
-  std::vector<float> saved;
+  std::vector<std::vector<float>> saved;
   const std::span<float> arrays[] = {state_->masters, state_->first_moments, state_->second_moments};
   const std::uint64_t saved_optimizer_steps = state_->optimizer_steps;
   if (options_.updates_per_rollout > 1) {
-    for (const std::span<float> array : arrays) saved.insert(saved.end(), array.begin(), array.end());
+    for (const std::span<float> array : arrays) {
+      saved.emplace_back(array.size());
+      TANDEM_RETURN_IF_ERROR(CopyToHost(options_.device.device, saved.back().data(), array.data(), array.size_bytes()));
+    }
   }
   absl::StatusOr<StepReport> report = RunInPhase(step, groups);
-  if (!report.ok() && !saved.empty()) {
-    auto from = saved.begin();
-    for (const std::span<float> array : arrays) {
-      std::copy_n(from, array.size(), array.begin());
-      from += static_cast<std::ptrdiff_t>(array.size());
-    }
+  for (std::size_t i = 0; !report.ok() && i < saved.size(); ++i) {
+    const absl::Status restored = CopyFromHost(options_.device.device, arrays[i].data(), saved[i].data(), arrays[i].size_bytes());
+    if (!restored.ok()) return Annotate(restored, absl::StrCat("step ", step, ": restoring what it began with"));
   }
   if (!report.ok()) state_->optimizer_steps = saved_optimizer_steps;
   // An interrupted wait leaves the region with the trainer; the next phase then begins with it.
@@ -214,7 +214,7 @@ absl::Status StepDriver::Update(std::uint64_t step, std::uint32_t update, std::s
   const auto mask_of = [&](const PackedCompletion& completion) -> const std::vector<std::uint8_t>& {
     return (*sequences)[static_cast<std::size_t>(completion.sequence_index)].loss_mask;
   };
-  policy_->ZeroGradients();
+  TANDEM_RETURN_IF_ERROR(policy_->ZeroGradients());
   for (std::size_t b = 0; b < batches.size(); ++b) {
     const MicroBatch& batch = batches[b];
     if (options_.is_interrupted()) return absl::CancelledError("interrupted");
@@ -249,7 +249,7 @@ absl::Status StepDriver::Update(std::uint64_t step, std::uint32_t update, std::s
   }
   TANDEM_ASSIGN_OR_RETURN(report->optimizer,
                           AdamWStep(options_.adamw, report->learning_rate, state_->optimizer_steps + 1, state_->masters,
-                                    state_->gradients, state_->first_moments, state_->second_moments));
+                                    state_->gradients, state_->first_moments, state_->second_moments, options_.device));
   ++state_->optimizer_steps;
   return absl::OkStatus();
 }

@@ -18,7 +18,7 @@
 
 namespace tandem {
 
-// What the job trains, flat fp32 in AdapterLayout order, and how often it was updated.
+// What the job trains, flat fp32 in AdapterLayout order on the driver's device, and how often it was updated.
 struct TrainedState {
   std::span<float> masters, gradients, first_moments, second_moments;
   std::uint64_t optimizer_steps = 0;
@@ -52,6 +52,7 @@ class StepDriver {
     std::uint32_t updates_per_rollout = 1;
     std::int64_t micro_batch_tokens = 0;   // 0: kDefaultMicroBatchTokens, or the longest sequence
     std::function<bool()> is_interrupted;  // asked between micro-batches
+    AdamWDevice device;                    // where the trained state lies
   };
   static constexpr std::int64_t kDefaultMicroBatchTokens = 2048;
 

@@ -1,9 +1,9 @@
 #include "rollout_server/service/rollout_service.h"
+#include "kernels/checksum/checksum.h"
 
 #include <functional>
 #include <map>
 
-#include "common/base/hash.h"
 #include "common/rpc/channel.h"
 #include "gmock/gmock.h"
 #include "grpcpp/grpcpp.h"
@@ -304,7 +304,8 @@ TEST_F(RolloutServiceTest, ActivatesAndRetiresAdapters) {
   };
   request.mutable_slot()->set_checksum("half written");
   EXPECT_EQ(activate().code(), absl::StatusCode::kAborted);
-  request.mutable_slot()->set_checksum(Sha256Hex(std::string(layout.total_bytes, '\0')));
+  request.mutable_slot()->set_checksum(
+      *MemoryChecksum(Device::kCpu, std::vector<std::byte>(layout.total_bytes).data(), layout.total_bytes));
   EXPECT_TRUE(activate().ok());
   EXPECT_EQ(activate().code(), absl::StatusCode::kAborted) << "version 4 is active already";
 

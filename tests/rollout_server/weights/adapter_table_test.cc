@@ -1,10 +1,10 @@
 #include "rollout_server/weights/adapter_table.h"
+#include "kernels/checksum/checksum.h"
 
 #include <cstring>
 #include <functional>
 #include <limits>
 
-#include "common/base/hash.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -40,11 +40,10 @@ class AdapterTableTest : public ::testing::Test {
     request_.mutable_slot()->set_scale(2);
     request_.mutable_slot()->add_targets("q_proj");
     request_.mutable_slot()->add_targets("down_proj");
-    request_.mutable_slot()->set_checksum(
-        Sha256Hex(std::string_view(reinterpret_cast<const char*>(region_.data()) + 256, layout_.total_bytes)));
+    request_.mutable_slot()->set_checksum(*MemoryChecksum(Device::kCpu, region_.data() + 256, layout_.total_bytes));
   }
 
-  absl::StatusOr<Adapter> Open() const { return OpenAdapter(request_, TinyConfig(), region_, kRegionBegin); }
+  absl::StatusOr<Adapter> Open() const { return OpenAdapter(request_, TinyConfig(), region_, kRegionBegin, Device::kCpu); }
   void ExpectRefused(const std::function<void(v1::ActivateAdapterRequest*)>& change, absl::StatusCode code,
                      const std::string& word) {
     const v1::ActivateAdapterRequest saved = request_;

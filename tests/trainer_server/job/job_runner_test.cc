@@ -51,6 +51,7 @@ class Trainer {
     environment.encoder = std::make_shared<ByteEncoder>();
     environment.member = pool;
     environment.standing = &standing_;
+    environment.standing_bytes = pool->region(v1::REGION_KIND_TRAINER_STANDING).size();
     environment.peer = &peer_;
     environment.content = content_.get();
     environment.metrics = metrics_.get();

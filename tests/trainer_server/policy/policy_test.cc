@@ -10,6 +10,7 @@
 #include "rollout_server/model/decoder_model.h"
 #include "tests/support/naive_transformer.h"
 #include "trainer_server/batch/pack_micro_batches.h"
+#include "trainer_server/policy/cpu_backend.h"
 #include "trainer_server/policy/policy_model.h"
 #include "trainer_server/policy/policy_network.h"
 
@@ -70,7 +71,7 @@ struct Policy {
     EXPECT_TRUE(created.ok()) << created.status();
     model = *std::move(created);
     if (start == nullptr) {
-      model->InitializeAdapters(7);
+      EXPECT_TRUE(model->InitializeAdapters(7).ok());
     } else {
       std::memcpy(masters.data(), start->slot->data(), layout.total_bytes);
     }
@@ -113,7 +114,7 @@ double RelativeError(const std::vector<double>& a, const std::vector<double>& b)
 }
 
 std::vector<double> GradientOf(Policy& policy, const std::vector<MicroBatch>& batches, bool with_entropy = true) {
-  policy.model->ZeroGradients();
+  EXPECT_TRUE(policy.model->ZeroGradients().ok());
   for (const MicroBatch& batch : batches) {
     EXPECT_TRUE(policy.model->Forward(batch, with_entropy, 0).ok());
     const std::vector<double> entropies = with_entropy ? RowGradients(batch, 2) : std::vector<double>();
@@ -304,7 +305,7 @@ TEST(Policy, NeighboursInThePackDoNotMatter) {
   const auto check = [&](MicroBatch batch, std::size_t first, const char* where) {
     const std::vector<double> scores = policy.Score(batch).logprobs;
     for (std::size_t t = 0; t < alone.size(); ++t) EXPECT_NEAR(scores[first + t], alone[t], 1e-5) << where;
-    policy.model->ZeroGradients();
+    ASSERT_TRUE(policy.model->ZeroGradients().ok());
     ASSERT_TRUE(policy.model->Forward(batch, false, 0).ok());
     ASSERT_TRUE(policy.model->Backward(std::vector<double>(batch.head_rows.size(), 0.5), {}).ok());
     for (const double gradient : policy.Gradients()) ASSERT_TRUE(std::isfinite(gradient)) << where;
@@ -401,7 +402,7 @@ TEST(Policy, RefusesWhatItCannotRun) {
 struct DoublePolicy {
   std::vector<double> weights, adapter, gradients;
   LoraSet<double> lora;
-  std::unique_ptr<PolicyNetwork<double>> network;
+  std::unique_ptr<PolicyNetwork<CpuBackend<double>>> network;
 
   DoublePolicy(const TinyModel& base, const TinyAdapter& start, double temperature) {
     const auto widen = [](const AlignedBytes& bytes) {
@@ -417,9 +418,7 @@ struct DoublePolicy {
       const auto optional = [&](const std::optional<TensorPlace>& place) { return place.has_value() ? at(*place) : nullptr; };
       views.layers.push_back({.input_norm = at(p.input_norm),
                               .qkv = at(p.qkv),
-                              .qkv_bias = optional(p.qkv_bias),
-                              .q_norm = optional(p.q_norm),
-                              .k_norm = optional(p.k_norm),
+                              .after_qkv = {optional(p.qkv_bias), optional(p.q_norm), optional(p.k_norm)},
                               .o = at(p.o),
                               .post_norm = at(p.post_norm),
                               .gate_up = at(p.gate_up),
@@ -440,7 +439,7 @@ struct DoublePolicy {
     head.vocab_size = base.config.vocab_size;
     head.width = base.config.hidden_size;
     head.temperature = temperature;
-    network = std::make_unique<PolicyNetwork<double>>(base.config, views, head);
+    network = std::make_unique<PolicyNetwork<CpuBackend<double>>>(base.config, views, CpuBackend<double>(base.config, head));
   }
 };
 

@@ -39,7 +39,7 @@ class StepDriverTest : public ::testing::Test {
     layout_ = AdapterLayout::Create(SmallModel(), 2, {LinearKind::kQProj});
     for (auto& piece : pieces_) piece = *standing_.Allocate(layout_.total_bytes, "test");
     policy_ = std::make_unique<FakePolicy>(AdapterMemory{pieces_[0], pieces_[1]}, layout_);
-    policy_->InitializeAdapters(1);
+    EXPECT_TRUE(policy_->InitializeAdapters(1).ok());
     state_ = {Floats(0), Floats(1), Floats(2), Floats(3), 0};
     options_.loss.aggregation = Aggregation::kTokenMean;
     options_.learning_rate = {.peak = 0.1, .num_steps = 10};

@@ -116,9 +116,10 @@ class FakePolicy final : public PolicyModel {
   FakePolicy(const AdapterMemory& memory, AdapterLayout layout)
       : masters_(Floats(memory.masters)), gradients_(Floats(memory.gradients)), layout_(std::move(layout)) {}
 
-  void InitializeAdapters(std::uint64_t seed) override {
+  absl::Status InitializeAdapters(std::uint64_t seed) override {
     for (std::size_t i = 0; i < masters_.size(); ++i) masters_[i] = static_cast<float>(RandomUniform(seed, i) - 0.5);
     reference_.assign(masters_.begin(), masters_.end());
+    return absl::OkStatus();
   }
   absl::Status SetReference(std::span<const std::byte> slot, const AdapterLayout&, float) override {
     std::memcpy(reference_.data(), slot.data(), slot.size());
@@ -143,7 +144,10 @@ class FakePolicy final : public PolicyModel {
     }
     return absl::OkStatus();
   }
-  void ZeroGradients() override { std::ranges::fill(gradients_, 0.0f); }
+  absl::Status ZeroGradients() override {
+    std::ranges::fill(gradients_, 0.0f);
+    return absl::OkStatus();
+  }
   const AdapterLayout& adapter_layout() const override { return layout_; }
 
   int num_scores = 0, num_forwards = 0, nan_at_forward = 0;

@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "absl/time/clock.h"
-#include "common/base/hash.h"
 #include "common/base/mutex.h"
 #include "common/rpc/channel.h"
 #include "grpcpp/grpcpp.h"
+#include "kernels/checksum/checksum.h"
 #include "proto/rollout.grpc.pb.h"
 #include "tests/trainer_server/support/fake_model.h"
 
@@ -123,10 +123,8 @@ class FakeRollout final : public v1::RolloutService::Service {
 
  private:
   std::string SlotChecksum(const v1::ActivateAdapterRequest& request) const {
-    Sha256 hash;
     const auto& range = request.slot().range();
-    hash.Update(pool_->address_of(range.begin_bytes()), range.end_bytes() - range.begin_bytes());
-    return hash.Finish();
+    return *MemoryChecksum(Device::kCpu, pool_->address_of(range.begin_bytes()), range.end_bytes() - range.begin_bytes());
   }
 
   void Answer(const v1::ActivateAdapterRequest& adapter, const v1::GroupHeader& group, std::uint32_t member,

@@ -1,0 +1,532 @@
+#include "trainer_server/policy/cuda_backend.h"
+
+#include <c10/util/Exception.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "common/gpu/cuda_status.h"
+#include "kernels/embedding/embedding.h"
+#include "kernels/rms_norm/rms_norm.h"
+#include "kernels/rope/rope.h"
+#include "kernels/row_ops/row_ops.h"
+#include "kernels/swiglu/swiglu.h"
+#include "kernels/token_logprob/token_logprob.h"
+
+namespace tandem {
+namespace {
+
+constexpr std::int64_t kHeadScratchBytes = std::int64_t{256} << 20;
+constexpr std::int64_t kHeadRows = 1024;
+constexpr std::int64_t kHeadColumns = 16384;
+
+void Check(const absl::Status& status) { TORCH_CHECK(status.ok(), std::string(status.message())); }
+void CheckCuda(cudaError_t error, const char* what) { Check(CudaToStatus(error, what)); }
+
+template <typename T>
+HeadLogitTransform TransformOf(const LinearHead<T>& head) {
+  return {.temperature = static_cast<float>(head.temperature),
+          .logit_scale = static_cast<float>(head.logit_scale),
+          .softcap = static_cast<float>(head.softcap)};
+}
+
+// Arrays of indices laid one after the other, so that they travel at once.
+class IndexArrays {
+ public:
+  template <typename Range>
+  void Add(const std::int32_t** place, const Range& range) {
+    places_.emplace_back(place, values_.size());
+    for (const auto value : range) values_.push_back(static_cast<std::int32_t>(value));
+  }
+  const std::vector<std::int32_t>& values() const { return values_; }
+  void Place(const std::int32_t* base) const {
+    for (const auto& [place, offset] : places_) *place = base + offset;
+  }
+
+ private:
+  std::vector<std::int32_t> values_;
+  std::vector<std::pair<const std::int32_t**, std::size_t>> places_;
+};
+
+// The arrays of PackedRows on the host.
+struct RowRanges {
+  std::vector<std::int32_t> prompt_begin, prompt_end, own_begin, own_end, group, readers_begin, readers;
+
+  explicit RowRanges(const MicroBatch& batch) {
+    const std::size_t num_rows = batch.token_ids.size();
+    for (std::vector<std::int32_t>* array : {&prompt_begin, &prompt_end}) array->assign(num_rows, 0);
+    for (std::vector<std::int32_t>* array : {&own_begin, &own_end, &group}) array->assign(num_rows, -1);
+    std::map<std::pair<std::int32_t, std::int32_t>, std::size_t> group_of_prompt;
+    std::vector<std::vector<std::int32_t>> readers_of_group;
+    for (const PackedCompletion& completion : batch.completions) {
+      const auto [place, is_new] =
+          group_of_prompt.try_emplace({completion.prompt_begin, completion.prompt_end}, readers_of_group.size());
+      if (is_new) {
+        readers_of_group.emplace_back();
+        Take(completion.prompt_begin, completion.prompt_end, static_cast<std::int32_t>(place->second), 0, 0);
+      }
+      Take(completion.begin, completion.end, -1, completion.prompt_begin, completion.prompt_end);
+      if (completion.begin < completion.end) {
+        readers_of_group[place->second].insert(readers_of_group[place->second].end(), {completion.begin, completion.end});
+      }
+    }
+    for (const std::vector<std::int32_t>& ranges : readers_of_group) {
+      readers_begin.push_back(static_cast<std::int32_t>(readers.size() / 2));
+      readers.insert(readers.end(), ranges.begin(), ranges.end());
+    }
+    readers_begin.push_back(static_cast<std::int32_t>(readers.size() / 2));
+  }
+
+ private:
+  void Take(std::int32_t begin, std::int32_t end, std::int32_t of_group, std::int32_t first_seen, std::int32_t last_seen) {
+    for (std::size_t row = static_cast<std::size_t>(begin); row < static_cast<std::size_t>(end); ++row) {
+      TORCH_CHECK(own_begin[row] < 0, "row ", row, " belongs to two sequences");
+      own_begin[row] = begin;
+      own_end[row] = end;
+      group[row] = of_group;
+      prompt_begin[row] = first_seen;
+      prompt_end[row] = last_seen;
+    }
+  }
+};
+
+}  // namespace
+
+template <typename T>
+template <typename U>
+MatrixView CudaBackend<T>::View(Matrix<U> matrix) {
+  return {.data = matrix.data,
+          .dtype = std::is_same_v<std::remove_const_t<U>, float> ? DType::kFp32 : DType::kBf16,
+          .rows = matrix.rows,
+          .columns = matrix.columns,
+          .row_stride = matrix.row_stride,
+          .column_stride = matrix.column_stride};
+}
+
+template <typename T>
+template <typename U>
+typename CudaBackend<T>::template Buffer<U> CudaBackend<T>::Upload(std::span<const U> values) {
+  Buffer<U> buffer(static_cast<std::int64_t>(values.size()));
+  // From pageable memory: `values` is read before this returns.
+  CheckCuda(cudaMemcpyAsync(buffer.data(), values.data(), values.size_bytes(), cudaMemcpyHostToDevice,
+                            static_cast<cudaStream_t>(stream_->handle())),
+            "upload");
+  return buffer;
+}
+
+template <typename T>
+void CudaBackend<T>::Fence() {
+  Check(stream_->Synchronize());
+}
+
+template <typename T>
+std::unique_ptr<typename CudaBackend<T>::Plan> CudaBackend<T>::MakePlan(const MicroBatch& batch) {
+  auto plan = std::make_unique<Plan>();
+  plan->num_rows = static_cast<std::int64_t>(batch.token_ids.size());
+  plan->num_head_rows = static_cast<std::int64_t>(batch.head_rows.size());
+  std::map<std::int64_t, std::vector<std::size_t>> members_of_row;
+  for (std::size_t n = 0; n < batch.head_rows.size(); ++n) members_of_row[batch.head_rows[n]].push_back(n);
+  std::vector<std::int64_t> hidden_rows, offsets = {0}, members;
+  for (const auto& [row, head_rows] : members_of_row) {
+    hidden_rows.push_back(row);
+    members.insert(members.end(), head_rows.begin(), head_rows.end());
+    offsets.push_back(static_cast<std::int64_t>(members.size()));
+  }
+  plan->num_hidden_rows = static_cast<std::int64_t>(hidden_rows.size());
+  const RowRanges ranges(batch);
+  PackedRows& packed = plan->packed_rows;
+  packed.num_rows = plan->num_rows;
+  IndexArrays arrays;
+  arrays.Add(&plan->token_ids, batch.token_ids);
+  arrays.Add(&plan->positions, batch.positions);
+  arrays.Add(&plan->head_rows, batch.head_rows);
+  arrays.Add(&plan->targets, batch.head_targets);
+  arrays.Add(&plan->hidden_rows, hidden_rows);
+  arrays.Add(&plan->head_offsets, offsets);
+  arrays.Add(&plan->head_members, members);
+  arrays.Add(&packed.prompt_begin, ranges.prompt_begin);
+  arrays.Add(&packed.prompt_end, ranges.prompt_end);
+  arrays.Add(&packed.own_begin, ranges.own_begin);
+  arrays.Add(&packed.own_end, ranges.own_end);
+  arrays.Add(&packed.group, ranges.group);
+  arrays.Add(&packed.readers_begin, ranges.readers_begin);
+  arrays.Add(&packed.readers, ranges.readers);
+  plan->indices = Upload(std::span<const std::int32_t>(arrays.values()));
+  arrays.Place(plan->indices.data());
+
+  const std::int64_t num_positions = *std::max_element(batch.positions.begin(), batch.positions.end()) + 1;
+  rope_.Ensure(num_positions);
+  const auto table_size = static_cast<std::size_t>(num_positions * (config_.head_dim / 2));
+  plan->cosines = Upload(std::span<const float>(rope_.cosines(0), table_size));
+  plan->sines = Upload(std::span<const float>(rope_.sines(0), table_size));
+  return plan;
+}
+
+template <typename T>
+void CudaBackend<T>::Copy(T* to, const T* from, std::int64_t count) {
+  CheckCuda(cudaMemcpyAsync(to, from, static_cast<std::size_t>(count) * sizeof(T), cudaMemcpyDeviceToDevice,
+                            static_cast<cudaStream_t>(stream_->handle())),
+            "copy");
+}
+
+template <typename T>
+void CudaBackend<T>::Zero(T* to, std::int64_t count) {
+  CheckCuda(cudaMemsetAsync(to, 0, static_cast<std::size_t>(count) * sizeof(T), static_cast<cudaStream_t>(stream_->handle())),
+            "memset");
+}
+
+template <typename T>
+void CudaBackend<T>::Embed(Plan* plan, const T* embedding, T* hidden) {
+  Check(Embedding({.dtype = kDType,
+                   .table = embedding,
+                   .token_ids = static_cast<const std::uint32_t*>(static_cast<const void*>(plan->token_ids)),
+                   .output = hidden,
+                   .num_rows = plan->num_rows,
+                   .width = d()},
+                  Device::kCuda, stream_->handle()));
+}
+
+template <typename T>
+void CudaBackend<T>::Norm(const T* x, const T* weight, T* y, std::int64_t rows) {
+  RmsNormParams params;
+  params.dtype = kDType;
+  params.input = x;
+  params.weight = weight;
+  params.output = y;
+  params.num_rows = rows;
+  params.width = d();
+  params.epsilon = config_.rms_norm_epsilon;
+  Check(RmsNorm(params, Device::kCuda, stream_->handle()));
+}
+
+template <typename T>
+void CudaBackend<T>::NormBackward(const T* x, const T* weight, const T* grad_y, T* grad_x, std::int64_t rows) {
+  RmsNormBackwardParams params;
+  params.dtype = kDType;
+  params.input = x;
+  params.weight = weight;
+  params.grad_output = grad_y;
+  params.grad_input = grad_x;
+  params.num_rows = rows;
+  params.width = d();
+  params.epsilon = config_.rms_norm_epsilon;
+  Check(RmsNormBackward(params, Device::kCuda, stream_->handle()));
+}
+
+template <typename T>
+void CudaBackend<T>::Run(const MatrixView& a, const MatrixView& b, const MatrixView& c, double alpha, double beta) {
+  Check(gemm_->Run({.a = a, .b = b, .c = c, .alpha = static_cast<float>(alpha), .beta = static_cast<float>(beta)},
+                   stream_->handle()));
+}
+
+template <typename T>
+void CudaBackend<T>::Multiply(Matrix<const T> a, Matrix<const T> b, Matrix<T> c, double alpha, double beta) {
+  Run(View(a), View(b), View(c), alpha, beta);
+}
+
+template <typename T>
+void CudaBackend<T>::AddProduct(Matrix<const T> a, Matrix<const T> b, Matrix<Sum> c, double alpha) {
+  Run(View(a), View(b), View(c), alpha, 1);
+}
+
+template <typename T>
+void CudaBackend<T>::Swiglu(const T* gate_up, T* activated, std::int64_t rows) {
+  Check(tandem::Swiglu({.dtype = kDType, .gate_up = gate_up, .output = activated, .num_rows = rows, .width = f()}, Device::kCuda,
+                       stream_->handle()));
+}
+
+template <typename T>
+void CudaBackend<T>::SwigluBackward(T* gate_up, const T* grad_activated, std::int64_t rows) {
+  Check(
+      tandem::SwigluBackward({.dtype = kDType, .gate_up = gate_up, .grad_output = grad_activated, .num_rows = rows, .width = f()},
+                             Device::kCuda, stream_->handle()));
+}
+
+template <typename T>
+void CudaBackend<T>::Rotate(Plan* plan, T* qkv, float sign) {
+  Check(Rope({.dtype = kDType,
+              .x = qkv,
+              .num_rows = plan->num_rows,
+              .row_stride = config_.q_size() + 2 * config_.kv_size(),
+              .num_heads = config_.num_heads + config_.num_kv_heads,
+              .head_dim = config_.head_dim,
+              .positions = plan->positions,
+              .cosines = plan->cosines.data(),
+              .sines = plan->sines.data(),
+              .sign = sign},
+             Device::kCuda, stream_->handle()));
+}
+
+template <typename T>
+NormHeadsParams CudaBackend<T>::Heads(const Plan& plan, const T* weight, T* heads, std::int64_t num_heads) const {
+  return {.dtype = kDType,
+          .x = heads,
+          .weight = weight,
+          .num_rows = plan.num_rows,
+          .row_stride = config_.q_size() + 2 * config_.kv_size(),
+          .num_heads = num_heads,
+          .head_dim = config_.head_dim,
+          .epsilon = config_.rms_norm_epsilon};
+}
+
+template <typename T>
+void CudaBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, T* qkv, T* unnormed) {
+  const std::int64_t q = config_.q_size(), qk = q + config_.kv_size(), width = qk + config_.kv_size();
+  if (weights.bias != nullptr) {
+    Check(AddBias({.dtype = kDType, .x = qkv, .bias = weights.bias, .num_rows = plan->num_rows, .width = width},
+                  stream_->handle()));
+  }
+  if (weights.q_norm != nullptr) {
+    if (unnormed != nullptr) {
+      CheckCuda(
+          cudaMemcpy2DAsync(unnormed, static_cast<std::size_t>(qk) * sizeof(T), qkv, static_cast<std::size_t>(width) * sizeof(T),
+                            static_cast<std::size_t>(qk) * sizeof(T), static_cast<std::size_t>(plan->num_rows),
+                            cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream_->handle())),
+          "copy of q and k");
+    }
+    Check(NormHeads(Heads(*plan, weights.q_norm, qkv, config_.num_heads), stream_->handle()));
+    Check(NormHeads(Heads(*plan, weights.k_norm, qkv + q, config_.num_kv_heads), stream_->handle()));
+  }
+  Rotate(plan, qkv, 1);
+}
+
+template <typename T>
+void CudaBackend<T>::FinishQkvBackward(Plan* plan, const AfterQkv& weights, const T* unnormed, T* grad_qkv) {
+  Rotate(plan, grad_qkv, -1);
+  if (weights.q_norm == nullptr) return;
+  const std::int64_t q = config_.q_size(), qk = q + config_.kv_size();
+  Check(NormHeadsBackward({Heads(*plan, weights.q_norm, grad_qkv, config_.num_heads), unnormed, qk}, stream_->handle()));
+  Check(
+      NormHeadsBackward({Heads(*plan, weights.k_norm, grad_qkv + q, config_.num_kv_heads), unnormed + q, qk}, stream_->handle()));
+}
+
+template <typename T>
+PackedAttentionParams CudaBackend<T>::Attention(const Plan& plan, const T* qkv, T* output, Sum* lse) const {
+  return {.dtype = kDType,
+          .rows = plan.packed_rows,
+          .num_heads = config_.num_heads,
+          .num_kv_heads = config_.num_kv_heads,
+          .head_dim = config_.head_dim,
+          .qkv = qkv,
+          .output = output,
+          .lse = lse};
+}
+
+template <typename T>
+void CudaBackend<T>::AttentionForward(Plan* plan, const T* qkv, T* output, Sum* lse) {
+  Check(PackedAttentionForward(Attention(*plan, qkv, output, lse), stream_->handle()));
+}
+
+template <typename T>
+void CudaBackend<T>::AttentionBackward(Plan* plan, const T* qkv, const T* output, const Sum* lse, const T* grad_output,
+                                       T* grad_qkv) {
+  const Buffer<float> delta(plan->num_rows * config_.num_heads);
+  Check(PackedAttentionBackward({.forward = Attention(*plan, qkv, const_cast<T*>(output), const_cast<Sum*>(lse)),
+                                 .grad_output = grad_output,
+                                 .delta = delta.data(),
+                                 .grad_qkv = grad_qkv},
+                                stream_->handle()));
+}
+
+template <typename T>
+void CudaBackend<T>::Dropout(T* x, std::int64_t rows, std::int64_t width, std::int64_t first_row, std::uint64_t seed,
+                             double probability) {
+  Check(tandem::Dropout({.dtype = kDType,
+                         .x = x,
+                         .num_rows = rows,
+                         .width = width,
+                         .first_row = first_row,
+                         .seed = seed,
+                         .probability = probability},
+                        stream_->handle()));
+}
+
+template <typename T>
+void CudaBackend<T>::Add(T* y, const T* x, std::int64_t count) {
+  Check(tandem::Add({.dtype = kDType, .y = y, .x = x, .count = count}, stream_->handle()));
+}
+
+template <typename T>
+void CudaBackend<T>::NormHeadRows(Plan* plan, const T* hidden, const T* weight, T* head_input) {
+  RmsNormParams params;
+  params.dtype = kDType;
+  params.input = hidden;
+  params.weight = weight;
+  params.output = head_input;
+  params.rows = plan->head_rows;
+  params.num_rows = plan->num_head_rows;
+  params.width = d();
+  params.epsilon = config_.rms_norm_epsilon;
+  Check(RmsNorm(params, Device::kCuda, stream_->handle()));
+}
+
+template <typename T>
+typename CudaBackend<T>::HeadTile CudaBackend<T>::ChooseHeadTile(std::int64_t num_head_rows) const {
+  HeadTile tile;
+  tile.columns = std::min(head_.vocab_size, kHeadColumns);
+  const std::int64_t row_bytes = tile.columns * static_cast<std::int64_t>(sizeof(float) + sizeof(T)) +
+                                 d() * static_cast<std::int64_t>(sizeof(float)) +
+                                 static_cast<std::int64_t>(sizeof(TokenLogprobState));
+  const std::int64_t wanted = std::min(head_.row_tile > 0 ? head_.row_tile : kHeadRows, kHeadScratchBytes / row_bytes);
+  tile.rows = std::max<std::int64_t>(std::min(wanted, num_head_rows), 1);
+  return tile;
+}
+
+template <typename T>
+LinearLogprobs CudaBackend<T>::HeadForward(Plan* plan, const T* head_input, T* unit_gradient) {
+  const std::int64_t num_rows = plan->num_head_rows;
+  const HeadTile tile = ChooseHeadTile(num_rows);
+  const bool is_separate = kDType != DType::kFp32 && unit_gradient != nullptr;
+  const Buffer<float> products(tile.rows * tile.columns), pulled(unit_gradient == nullptr ? 0 : tile.rows * d());
+  const Buffer<T> separate(is_separate ? tile.rows * tile.columns : 0);
+  const Buffer<TokenLogprobState> states(tile.rows);
+  const Buffer<double> results(3 * num_rows);  // log-probs, log-sum-exps, entropies
+  T* const gradient = unit_gradient == nullptr ? nullptr
+                      : is_separate            ? separate.data()
+                                               : static_cast<T*>(static_cast<void*>(products.data()));
+  for (std::int64_t first = 0; first < num_rows; first += tile.rows) {
+    const std::int64_t rows = std::min(tile.rows, num_rows - first);
+    for (std::int64_t column = 0; column < head_.vocab_size; column += tile.columns) {
+      const std::int64_t columns = std::min(tile.columns, head_.vocab_size - column);
+      const Matrix<const T> weight(head_.weight + column * d(), columns, d());
+      Run(View(Matrix<const T>(head_input + first * d(), rows, d())), View(weight.Transposed()),
+          View(Matrix<float>(products.data(), rows, columns)), 1, 0);
+      Check(TokenLogprobTile({.products = products.data(),
+                              .num_rows = rows,
+                              .num_columns = columns,
+                              .first_column = column,
+                              .targets = plan->targets + first,
+                              .states = states.data(),
+                              .transform = TransformOf(head_),
+                              .gradient_dtype = kDType,
+                              .gradient = gradient,
+                              .pulled = pulled.data(),
+                              .width = d()},
+                             stream_->handle()));
+      if (gradient != nullptr) {
+        Run(View(Matrix<const T>(gradient, rows, columns)), View(weight), View(Matrix<float>(pulled.data(), rows, d())), 1,
+            column == 0 ? 0 : 1);
+      }
+    }
+    Check(TokenLogprobFinish({.num_rows = rows,
+                              .targets = plan->targets + first,
+                              .states = states.data(),
+                              .transform = TransformOf(head_),
+                              .logprobs = results.data() + first,
+                              .lse = results.data() + num_rows + first,
+                              .entropies = results.data() + 2 * num_rows + first,
+                              .dtype = kDType,
+                              .pulled = gradient == nullptr ? nullptr : pulled.data(),
+                              .weight = head_.weight,
+                              .unit_gradient = gradient == nullptr ? nullptr : unit_gradient + first * d(),
+                              .width = d()},
+                             stream_->handle()));
+  }
+  LinearLogprobs logprobs;
+  const double* source = results.data();
+  for (std::vector<double>* values : {&logprobs.logprobs, &logprobs.lse, &logprobs.entropies}) {
+    values->resize(static_cast<std::size_t>(num_rows));
+    CheckCuda(cudaMemcpyAsync(values->data(), source, values->size() * sizeof(double), cudaMemcpyDeviceToHost,
+                              static_cast<cudaStream_t>(stream_->handle())),
+              "fetching log-probs");
+    source += num_rows;
+  }
+  Fence();
+  return logprobs;
+}
+
+template <typename T>
+void CudaBackend<T>::HeadBackward(Plan* plan, const T* head_input, const LinearLogprobs& forward,
+                                  std::span<const double> grad_logprobs, std::span<const double> grad_entropies, T* grad_head) {
+  const std::int64_t num_rows = plan->num_head_rows;
+  const HeadTile tile = ChooseHeadTile(num_rows);
+  constexpr bool kIsSeparate = kDType != DType::kFp32;
+  const Buffer<float> products(tile.rows * tile.columns), sum(tile.rows * d());
+  const Buffer<T> separate(kIsSeparate ? tile.rows * tile.columns : 0);
+  T* const gradient = kIsSeparate ? separate.data() : static_cast<T*>(static_cast<void*>(products.data()));
+  const Buffer<double> logprobs = Upload(std::span<const double>(forward.logprobs)),
+                       lse = Upload(std::span<const double>(forward.lse)),
+                       entropies = Upload(std::span<const double>(forward.entropies)), g = Upload(grad_logprobs),
+                       e = Upload(grad_entropies);
+  for (std::int64_t first = 0; first < num_rows; first += tile.rows) {
+    const std::int64_t rows = std::min(tile.rows, num_rows - first);
+    for (std::int64_t column = 0; column < head_.vocab_size; column += tile.columns) {
+      const std::int64_t columns = std::min(tile.columns, head_.vocab_size - column);
+      const Matrix<const T> weight(head_.weight + column * d(), columns, d());
+      Run(View(Matrix<const T>(head_input + first * d(), rows, d())), View(weight.Transposed()),
+          View(Matrix<float>(products.data(), rows, columns)), 1, 0);
+      Check(TokenLogprobGradient({.products = products.data(),
+                                  .num_rows = rows,
+                                  .num_columns = columns,
+                                  .first_column = column,
+                                  .targets = plan->targets + first,
+                                  .transform = TransformOf(head_),
+                                  .logprobs = logprobs.data() + first,
+                                  .lse = lse.data() + first,
+                                  .entropies = entropies.data() + first,
+                                  .grad_logprobs = g.data() + first,
+                                  .grad_entropies = grad_entropies.empty() ? nullptr : e.data() + first,
+                                  .gradient_dtype = kDType,
+                                  .gradient = gradient},
+                                 stream_->handle()));
+      Run(View(Matrix<const T>(gradient, rows, columns)), View(weight), View(Matrix<float>(sum.data(), rows, d())), 1,
+          column == 0 ? 0 : 1);
+    }
+    if constexpr (kIsSeparate) {
+      Check(ConvertToBf16({.input = sum.data(), .output = grad_head + first * d(), .count = rows * d()}, stream_->handle()));
+    } else {
+      Copy(grad_head + first * d(), sum.data(), rows * d());
+    }
+  }
+}
+
+template <typename T>
+void CudaBackend<T>::AddHeadGradient(Plan* plan, const T* hidden, const T* weight, T* grad_head, std::span<const double> factors,
+                                     T* grad) {
+  const std::vector<float> rounded(factors.begin(), factors.end());
+  const Buffer<float> on_device = Upload(std::span<const float>(rounded));
+  const Buffer<T> summed(plan->num_hidden_rows * d());
+  Check(SumRows({.dtype = kDType,
+                 .input = grad_head,
+                 .factors = factors.empty() ? nullptr : on_device.data(),
+                 .offsets = plan->head_offsets,
+                 .members = plan->head_members,
+                 .output = summed.data(),
+                 .num_rows = plan->num_hidden_rows,
+                 .width = d()},
+                stream_->handle()));
+  RmsNormBackwardParams params;
+  params.dtype = kDType;
+  params.input = hidden;
+  params.weight = weight;
+  params.grad_output = summed.data();
+  params.grad_input = grad;
+  params.rows = plan->hidden_rows;
+  params.num_rows = plan->num_hidden_rows;
+  params.width = d();
+  params.epsilon = config_.rms_norm_epsilon;
+  Check(RmsNormBackward(params, Device::kCuda, stream_->handle()));
+}
+
+template <typename T>
+typename CudaBackend<T>::AdapterValues CudaBackend<T>::Adapter(std::span<const std::byte> slot) {
+  const float* const masters = static_cast<const float*>(static_cast<const void*>(slot.data()));
+  AdapterValues adapter;
+  if constexpr (kDType == DType::kFp32) {
+    adapter.values = masters;
+  } else {
+    const auto count = static_cast<std::int64_t>(slot.size() / sizeof(float));
+    adapter.copy = Buffer<T>(count);
+    Check(ConvertToBf16({.input = masters, .output = adapter.copy.data(), .count = count}, stream_->handle()));
+    adapter.values = adapter.copy.data();
+  }
+  return adapter;
+}
+
+template class CudaBackend<float>;
+template class CudaBackend<Bf16>;
+
+}  // namespace tandem

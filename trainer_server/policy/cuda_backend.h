@@ -1,0 +1,116 @@
+// The arithmetic of PolicyNetwork on the GPU: our kernels and cuBLASLt, put into one stream. Operations are CpuBackend's, and
+// only enqueue; the log-probs of HeadForward are fetched, which waits. Pointers are device memory; buffers come from the
+// ArenaScope of the GPU. Confined to one thread; throws c10::Error (memory: c10::OutOfMemoryError).
+//
+// Element is Bf16: weights, activations and their gradients are bf16, every sum is fp32 and is rounded once at its end. Or float,
+// all in fp32: the mode that gradients are checked with. Adapter gradients and log-sum-exps are fp32 in both.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "common/gpu/dtype.h"
+#include "common/gpu/stream.h"
+#include "common/torch/buffer.h"
+#include "common/torch/matrix.h"
+#include "common/torch/rope_table.h"
+#include "kernels/base/elements.h"
+#include "kernels/gemm/gemm.h"
+#include "kernels/packed_attention/packed_attention.h"
+#include "kernels/row_ops/row_ops.h"
+#include "trainer_server/batch/micro_batch.h"
+#include "trainer_server/policy/linear_logprob.h"
+#include "trainer_server/policy/network_weights.h"
+
+namespace tandem {
+
+template <typename T>
+class CudaBackend {
+ public:
+  using Element = T;
+  using Sum = float;
+  template <typename U>
+  using Buffer = tandem::Buffer<U, Device::kCuda>;
+  using AfterQkv = typename NetworkWeights<T>::AfterQkv;
+  static constexpr std::int64_t kMlpRows = 4096;
+
+  struct Plan {
+    std::int64_t num_rows = 0, num_head_rows = 0, num_hidden_rows = 0;  // hidden rows: those that head rows read, each once
+    Buffer<std::int32_t> indices;                                       // all arrays below but the tables
+    const std::int32_t* token_ids = nullptr;                            // [num_rows]
+    const std::int32_t* positions = nullptr;                            // [num_rows]
+    const std::int32_t* head_rows = nullptr;                            // [num_head_rows]
+    const std::int32_t* targets = nullptr;                              // [num_head_rows]
+    const std::int32_t* hidden_rows = nullptr;                          // [num_hidden_rows], ascending
+    const std::int32_t* head_offsets = nullptr;  // [num_hidden_rows + 1]: head rows of each hidden row, in head_members
+    const std::int32_t* head_members = nullptr;  // [num_head_rows]
+    PackedRows packed_rows;
+    Buffer<float> cosines, sines;  // [positions, head_dim / 2]
+  };
+
+  // `head`: weight on the device; its row_tile is an upper bound, its vocab_tile is not used. `stream` and `gemm` outlive the
+  // backend and are used by nobody else meanwhile.
+  CudaBackend(const ModelConfig& config, const LinearHead<T>& head, Stream* stream, Gemm* gemm)
+      : config_(config), head_(head), stream_(stream), gemm_(gemm), rope_(config) {}
+
+  std::unique_ptr<Plan> MakePlan(const MicroBatch& batch);
+  void Copy(T* to, const T* from, std::int64_t count);
+  void Zero(T* to, std::int64_t count);
+  void Embed(Plan* plan, const T* embedding, T* hidden);
+  void Norm(const T* x, const T* weight, T* y, std::int64_t rows);
+  void NormBackward(const T* x, const T* weight, const T* grad_y, T* grad_x, std::int64_t rows);
+  void Multiply(Matrix<const T> a, Matrix<const T> b, Matrix<T> c, double alpha = 1, double beta = 0);
+  void AddProduct(Matrix<const T> a, Matrix<const T> b, Matrix<Sum> c, double alpha);
+  void Swiglu(const T* gate_up, T* activated, std::int64_t rows);
+  void SwigluBackward(T* gate_up, const T* grad_activated, std::int64_t rows);
+  void FinishQkv(Plan* plan, const AfterQkv& weights, T* qkv, T* unnormed);
+  void FinishQkvBackward(Plan* plan, const AfterQkv& weights, const T* unnormed, T* grad_qkv);
+  void AttentionForward(Plan* plan, const T* qkv, T* output, Sum* lse);
+  void AttentionBackward(Plan* plan, const T* qkv, const T* output, const Sum* lse, const T* grad_output, T* grad_qkv);
+  void Dropout(T* x, std::int64_t rows, std::int64_t width, std::int64_t first_row, std::uint64_t seed, double probability);
+  void Add(T* y, const T* x, std::int64_t count);
+  void NormHeadRows(Plan* plan, const T* hidden, const T* weight, T* head_input);
+  LinearLogprobs HeadForward(Plan* plan, const T* head_input, T* unit_gradient);
+  void HeadBackward(Plan* plan, const T* head_input, const LinearLogprobs& forward, std::span<const double> grad_logprobs,
+                    std::span<const double> grad_entropies, T* grad_head);
+  void AddHeadGradient(Plan* plan, const T* hidden, const T* weight, T* grad_head, std::span<const double> factors, T* grad);
+
+  // An adapter's fp32 matrices as elements: themselves in fp32, else a rounded copy.
+  struct AdapterValues {
+    Buffer<T> copy;
+    const T* values = nullptr;
+  };
+  AdapterValues Adapter(std::span<const std::byte> slot);
+  // Until everything so far is done. Throws where a kernel failed.
+  void Fence();
+
+ private:
+  static constexpr DType kDType = std::is_same_v<T, float> ? DType::kFp32 : DType::kBf16;
+
+  std::int64_t d() const { return config_.hidden_size; }
+  std::int64_t f() const { return config_.intermediate_size; }
+  template <typename U>
+  static MatrixView View(Matrix<U> matrix);
+  template <typename U>
+  Buffer<U> Upload(std::span<const U> values);
+  void Run(const MatrixView& a, const MatrixView& b, const MatrixView& c, double alpha, double beta);
+  void Rotate(Plan* plan, T* qkv, float sign);
+  NormHeadsParams Heads(const Plan& plan, const T* weight, T* heads, std::int64_t num_heads) const;
+  PackedAttentionParams Attention(const Plan& plan, const T* qkv, T* output, Sum* lse) const;
+  // Rows and columns of one tile of the head, whose scratch stays below 256 MiB.
+  struct HeadTile {
+    std::int64_t rows, columns;
+  };
+  HeadTile ChooseHeadTile(std::int64_t num_head_rows) const;
+
+  ModelConfig config_;
+  LinearHead<T> head_;
+  Stream* stream_;
+  Gemm* gemm_;
+  RopeTable<float> rope_;
+};
+
+}  // namespace tandem

@@ -1,0 +1,51 @@
+#include "trainer_server/policy/cuda_policy_model.h"
+
+#include <utility>
+
+#include "common/base/check.h"
+#include "trainer_server/policy/cuda_backend.h"
+#include "trainer_server/policy/network_policy_model.h"
+#include "trainer_server/policy/policy_network.inc"
+
+namespace tandem {
+
+template class PolicyNetwork<CudaBackend<float>>;
+template class PolicyNetwork<CudaBackend<Bf16>>;
+
+namespace {
+
+constexpr int kMaxHeadDim = 256;
+
+template <typename T>
+std::unique_ptr<PolicyModel> Make(const ModelConfig& config, const WeightLayout& layout, const std::byte* weights,
+                                  const AdapterMemory& memory, const PolicyOptions& options, const PolicyDevice& device,
+                                  AdapterLayout adapter_layout) {
+  NetworkWeights<T> views = WeightsAt<T>(layout, weights);
+  LinearHead<T> head = HeadAt(config, views.head, options);
+  head.row_tile = options.logit_chunk;  // 0: the backend's own
+  CudaBackend<T> backend(config, head, device.stream, device.gemm);
+  return std::make_unique<NetworkPolicyModel<CudaBackend<T>>>(config, std::move(views), std::move(backend), Device::kCuda, memory,
+                                                              options, std::move(adapter_layout));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<PolicyModel>> CreateCudaPolicyModel(const ModelConfig& config, const WeightLayout& layout,
+                                                                   const std::byte* weights, const AdapterMemory& memory,
+                                                                   const PolicyOptions& options, const PolicyDevice& device,
+                                                                   AdapterLayout adapter_layout) {
+  TANDEM_CHECK(device.stream != nullptr && device.gemm != nullptr, "a policy on the GPU needs a stream and a Gemm");
+  if (config.head_dim > kMaxHeadDim) {
+    return absl::InvalidArgumentError(absl::StrCat("policy: heads of ", config.head_dim, ", at most ", kMaxHeadDim));
+  }
+  if (layout.format == StorageFormat::kFp32) {
+    return Make<float>(config, layout, weights, memory, options, device, std::move(adapter_layout));
+  }
+  if (layout.format == StorageFormat::kBf16) {
+    return Make<Bf16>(config, layout, weights, memory, options, device, std::move(adapter_layout));
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("policy: weights stored as ", StorageFormatName(layout.format), "; bf16 and fp32 are trained on"));
+}
+
+}  // namespace tandem

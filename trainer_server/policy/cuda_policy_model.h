@@ -1,0 +1,18 @@
+// What PolicyModel::Create dispatches to for Device::kCuda: cuda_policy_model.cc, or cuda_policy_model_no_cuda.cc where the build
+// has no device code.
+#pragma once
+
+#include <memory>
+
+#include "trainer_server/policy/policy_model.h"
+
+namespace tandem {
+
+// Computes in the weights' type: bf16, or fp32. Requires: the arguments as PolicyModel::Create checked them. Errors:
+// INVALID_ARGUMENT (storage format, head size), UNIMPLEMENTED (no device code in this build).
+absl::StatusOr<std::unique_ptr<PolicyModel>> CreateCudaPolicyModel(const ModelConfig& config, const WeightLayout& layout,
+                                                                   const std::byte* weights, const AdapterMemory& memory,
+                                                                   const PolicyOptions& options, const PolicyDevice& device,
+                                                                   AdapterLayout adapter_layout);
+
+}  // namespace tandem

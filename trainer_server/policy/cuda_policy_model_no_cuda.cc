@@ -1,0 +1,12 @@
+// Stands in for cuda_policy_model.cc where the build has no device code.
+#include "trainer_server/policy/cuda_policy_model.h"
+
+namespace tandem {
+
+absl::StatusOr<std::unique_ptr<PolicyModel>> CreateCudaPolicyModel(const ModelConfig&, const WeightLayout&, const std::byte*,
+                                                                   const AdapterMemory&, const PolicyOptions&,
+                                                                   const PolicyDevice&, AdapterLayout) {
+  return BuiltWithoutCuda("policy");
+}
+
+}  // namespace tandem
