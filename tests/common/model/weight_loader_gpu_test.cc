@@ -63,5 +63,35 @@ TEST(DeviceWeights, AreTheHostsRoundedToBf16) {
   }
 }
 
+TEST(DeviceWeights, InEveryFormatAreTheBytesThatTheHostWouldHold) {
+  if (!HasCudaDevice()) GTEST_SKIP() << "no GPU";
+  const std::string folder = absl::StrCat("/tmp/tandem_device_formats_", ::getpid());
+  // Parts of qkv that span stripes and end within a nested block.
+  ASSERT_TRUE(WriteTinyModel(folder, {.num_layers = 1, .hidden_size = 1088, .num_heads = 68, .num_kv_heads = 34}).ok());
+  const auto source = ModelSource::Open(folder);
+  ASSERT_TRUE(source.ok()) << source.status();
+  for (const StorageFormat format : {StorageFormat::kBf16, StorageFormat::kFp8Row, StorageFormat::kNf4}) {
+    SCOPED_TRACE(StorageFormatName(format));
+    const WeightLayout layout = WeightLayout::Create((*source)->description().config, format);
+    std::vector<std::byte> host(layout.total_bytes), device(layout.total_bytes);
+    ASSERT_EQ((*source)->LoadWeights(layout, Device::kCpu, host, nullptr), absl::OkStatus());
+    const auto memory = PoolMemory::CreateCuda();
+    ASSERT_TRUE(memory.ok()) << memory.status();
+    const std::uint64_t size = RoundUp(layout.total_bytes, 2 * kMiB);
+    const auto chunks = (*memory)->CreateChunks(1, size);
+    ASSERT_TRUE(chunks.ok()) << chunks.status();
+    const auto mapping = (*memory)->Map(*chunks, size);
+    ASSERT_TRUE(mapping.ok()) << mapping.status();
+    const std::span<std::byte> region((*mapping)->base(), layout.total_bytes);
+    ASSERT_EQ((*source)->LoadWeights(layout, Device::kCuda, region, nullptr), absl::OkStatus());
+    ASSERT_EQ(CopyToHost(Device::kCuda, device.data(), region.data(), region.size()), absl::OkStatus());
+    for (const TensorPlace* place : layout.Tensors()) {
+      EXPECT_EQ(std::memcmp(host.data() + place->begin_bytes, device.data() + place->begin_bytes, place->size_bytes), 0)
+          << place->name;
+    }
+  }
+  std::filesystem::remove_all(folder);
+}
+
 }  // namespace
 }  // namespace tandem
