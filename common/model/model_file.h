@@ -12,15 +12,22 @@
 
 namespace tandem {
 
-class ModelFile {
+// Bytes that can be read at any offset, by any thread.
+class ByteSource {
+ public:
+  virtual ~ByteSource() = default;
+  // Fills `bytes` from the source at `begin_bytes`. Errors: INVALID_ARGUMENT when the range is not inside it.
+  virtual absl::Status ReadAt(std::uint64_t begin_bytes, std::span<std::byte> bytes) const = 0;
+};
+
+class ModelFile final : public ByteSource {
  public:
   // Errors: NOT_FOUND, INVALID_ARGUMENT (not a regular file).
   static absl::StatusOr<ModelFile> Open(const std::string& path);
 
   const std::string& path() const { return path_; }
   std::uint64_t size_bytes() const { return size_bytes_; }
-  // Fills `bytes` from the file at `begin_bytes`. Errors: INVALID_ARGUMENT when the range is not inside the file.
-  absl::Status ReadAt(std::uint64_t begin_bytes, std::span<std::byte> bytes) const;
+  absl::Status ReadAt(std::uint64_t begin_bytes, std::span<std::byte> bytes) const override;
 
  private:
   ModelFile(std::string path, UniqueFd fd, std::uint64_t size_bytes)

@@ -27,6 +27,7 @@ absl::StatusOr<ModelDescription> ParseModelDescription(std::string_view bytes);
 
 class ModelSource {
  public:
+  // `path`: a directory, a GGUF file, or "random:SHAPE" (see random_model_source.h).
   // Errors: NOT_FOUND (path), INVALID_ARGUMENT naming file, tensor, value and limit, UNIMPLEMENTED (family, tensor type).
   static absl::StatusOr<std::unique_ptr<ModelSource>> Open(const std::string& path);
   virtual ~ModelSource() = default;

@@ -29,6 +29,8 @@ ABSL_FLAG(std::string, run_dir, "",
           "lock and sockets of the pair, the same for both; default $XDG_RUNTIME_DIR/tandem or /tmp/tandem-UID");
 ABSL_FLAG(std::string, data_dir, "", "jobs and checkpoints; default $HOME/.local/share/tandem/PROGRAM");
 ABSL_FLAG(std::string, model, "", "model directory or GGUF file; read only by the daemon that makes the pool");
+ABSL_FLAG(std::string, random_weights, "",
+          "in place of --model, for benches: random weights in the shape of smollm2-135m, llama-3.1-8b or qwen3-8b");
 ABSL_FLAG(std::string, device, "auto", "auto, cpu or cuda; auto: cuda where a GPU is visible. The same for both daemons");
 ABSL_FLAG(
     std::string, weights, "auto",
@@ -188,6 +190,10 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   config.pool.run_dir = or_default(absl::GetFlag(FLAGS_run_dir), runtime_dir.empty() ? absl::StrCat("/tmp/tandem-", ::getuid())
                                                                                      : absl::StrCat(runtime_dir, "/tandem"));
   config.pool.model_path = absl::GetFlag(FLAGS_model);
+  if (const std::string shape = absl::GetFlag(FLAGS_random_weights); !shape.empty()) {
+    if (!config.pool.model_path.empty()) BadFlag("--model and --random_weights exclude each other");
+    config.pool.model_path = absl::StrCat("random:", shape);
+  }
   config.pool.pool_bytes = BytesFlag("pool_bytes", absl::GetFlag(FLAGS_pool_bytes));
   config.pool.reserve_bytes = BytesFlag("reserve_bytes", absl::GetFlag(FLAGS_reserve_bytes));
   config.pool.chunk_bytes = BytesFlag("chunk_bytes", absl::GetFlag(FLAGS_chunk_bytes));

@@ -22,7 +22,7 @@ struct PoolMemberOptions {
   v1::Role role = v1::ROLE_UNSPECIFIED;
   std::string peer_address;      // gRPC address of the other daemon
   std::string run_dir;           // lock file and Unix sockets; 0700
-  std::string model_path;        // read only by the daemon that makes the pool; may be empty for one that only joins
+  std::string model_path;        // or "random:SHAPE"; read only by the pool's maker, may be empty for one that only joins
   Device device = Device::kCpu;  // where the pool lies: both daemons' must be the same
   std::optional<StorageFormat> weight_format;  // nullopt: what the peer has; for the maker fp32 on the CPU, bf16 on a GPU
   bool use_cuda_ipc = false;                   // the second transport of device memory, which dies with its maker

@@ -20,6 +20,7 @@
 #include "common/base/units.h"
 #include "common/memory/pool_plan.h"
 #include "common/model/model_source.h"
+#include "common/model/random_model_source.h"
 #include "common/rpc/channel.h"
 #include "common/sharing/fd_channel.h"
 #include "common/sharing/manifest.h"
@@ -41,6 +42,7 @@ bool MayPass(const absl::Status& status) {
 }
 
 std::string AbsolutePath(const std::string& path) {
+  if (path.starts_with(kRandomModelPrefix)) return path;
   std::error_code error;
   const std::filesystem::path absolute = std::filesystem::weakly_canonical(path, error);
   return error ? path : absolute.string();
