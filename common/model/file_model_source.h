@@ -11,6 +11,7 @@
 #include "common/model/model_file.h"
 #include "common/model/model_source.h"
 #include "common/model/weight_codecs.h"
+#include "common/model/weight_loader.h"
 
 namespace tandem {
 
@@ -40,6 +41,7 @@ class FileModelSource final : public ModelSource {
   FileModelSource(ModelDescription description, ModelFileKind kind, std::vector<ModelFile> files)
       : description_(std::move(description)), kind_(kind), files_(std::move(files)) {}
   absl::Status CheckTensors() const;
+  bool HasBlockScales(const std::string& name) const;
   void ComputeDigest();
 
   ModelDescription description_;
@@ -48,6 +50,12 @@ class FileModelSource final : public ModelSource {
   std::map<std::string, StoredTensor> tensors_;
   std::string digest_;
 };
+
+// What LoadWeights is for every kind of source: checks, the tables that the format needs, then each target from where `load_of`
+// says. Errors: those of ModelSource::LoadWeights.
+absl::Status LoadTargets(const ModelConfig& config, ModelFileKind kind, const WeightLayout& layout, Device device,
+                         std::span<std::byte> region, const std::function<TensorLoad(WeightTarget)>& load_of,
+                         const std::function<void(std::uint64_t)>& progress);
 
 absl::StatusOr<std::unique_ptr<ModelSource>> OpenHuggingFaceModel(const std::string& directory);
 absl::StatusOr<std::unique_ptr<ModelSource>> OpenGgufModel(const std::string& path);

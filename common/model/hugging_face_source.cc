@@ -12,6 +12,7 @@
 #include "common/model/bounded_json.h"
 #include "common/model/file_model_source.h"
 #include "common/model/safetensors.h"
+#include "common/model/weight_loader.h"
 
 namespace tandem {
 namespace {
@@ -79,6 +80,21 @@ class ConfigFields {
   const std::string file_;
 };
 
+// Weights in E4M3 with a factor for each block of 128 x 128 are read; what else "quantization_config" may ask for is refused. How
+// it would have activations rounded does not matter: here they are not.
+absl::Status CheckQuantization(const ConfigFields& fields) {
+  const Json* config = fields.Find("quantization_config");
+  if (config == nullptr) return absl::OkStatus();
+  const Json wanted = {{"quant_method", "fp8"}, {"fmt", "e4m3"}, {"weight_block_size", {kScaleBlock, kScaleBlock}}};
+  for (const auto& [name, value] : wanted.items()) {
+    const auto found = config->find(name);
+    if (found == config->end() ? name == "fmt" : *found == value) continue;
+    return absl::UnimplementedError(absl::StrCat(fields.file(), ": quantization_config is ", config->dump().substr(0, 200), "; ",
+                                                 name, " ", value.dump(), " is supported"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<const LayerFacts*> ReadFamily(const ConfigFields& fields) {
   const Json* architectures = fields.Find("architectures");
   if (architectures == nullptr || !architectures->is_array() || architectures->size() != 1 || !(*architectures)[0].is_string()) {
@@ -99,6 +115,7 @@ absl::StatusOr<const LayerFacts*> ReadFamily(const ConfigFields& fields) {
                                                    "; \"full_attention\" alone is supported"));
     }
   }
+  TANDEM_RETURN_IF_ERROR(CheckQuantization(fields));
   for (const RequiredField& required : facts->required_fields) {
     const Json* field = fields.Find(required.name);
     if (field != nullptr && *field != Json::parse(required.value)) {

@@ -18,8 +18,7 @@ const std::vector<LayerFacts>& Families() {
                            {"attention_bias", "false"},
                            {"mlp_bias", "false"},
                            {"pretraining_tp", "1"},
-                           {"partial_rotary_factor", "1.0"},
-                           {"quantization_config", "null"}}},
+                           {"partial_rotary_factor", "1.0"}}},
       {.family = "qwen2",
        .architecture = "Qwen2ForCausalLM",
        .gguf_architecture = "qwen2",
@@ -27,10 +26,7 @@ const std::vector<LayerFacts>& Families() {
        .is_tied_by_default = false,
        .has_qkv_bias = true,
        .has_qk_norm = false,
-       .required_fields = {{"hidden_act", "\"silu\""},
-                           {"use_sliding_window", "false"},
-                           {"partial_rotary_factor", "1.0"},
-                           {"quantization_config", "null"}}},
+       .required_fields = {{"hidden_act", "\"silu\""}, {"use_sliding_window", "false"}, {"partial_rotary_factor", "1.0"}}},
       {.family = "qwen3",
        .architecture = "Qwen3ForCausalLM",
        .gguf_architecture = "qwen3",
@@ -41,8 +37,7 @@ const std::vector<LayerFacts>& Families() {
        .required_fields = {{"hidden_act", "\"silu\""},
                            {"attention_bias", "false"},
                            {"use_sliding_window", "false"},
-                           {"partial_rotary_factor", "1.0"},
-                           {"quantization_config", "null"}}},
+                           {"partial_rotary_factor", "1.0"}}},
   };
   return *kFamilies;
 }

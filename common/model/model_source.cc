@@ -12,6 +12,7 @@
 #include "common/base/units.h"
 #include "common/model/bounded_json.h"
 #include "common/model/file_model_source.h"
+#include "common/model/random_model_source.h"
 #include "common/model/weight_encoders.h"
 #include "common/model/weight_loader.h"
 
@@ -22,6 +23,7 @@ using Json = nlohmann::json;
 
 constexpr std::string_view kDescriptionMagic = "TDMD0002";
 constexpr std::uint64_t kMaxConfigBytes = 1 * kMiB;
+constexpr const char* kScalesSuffix = "_scale_inv";  // the block scales of tensor X.weight are X.weight_scale_inv
 
 std::string ShapeText(const std::vector<std::uint64_t>& shape) {
   std::string text = "[";
@@ -190,6 +192,7 @@ absl::StatusOr<ModelDescription> ParseModelDescription(std::string_view bytes) {
 }
 
 absl::StatusOr<std::unique_ptr<ModelSource>> ModelSource::Open(const std::string& path) {
+  if (path.starts_with(kRandomModelPrefix)) return OpenRandomModel(path.substr(kRandomModelPrefix.size()));
   struct stat attributes = {};
   if (::stat(path.c_str(), &attributes) != 0) {
     return absl::NotFoundError(absl::StrCat("model ", path, ": ", std::strerror(errno)));
@@ -218,11 +221,24 @@ absl::StatusOr<std::unique_ptr<ModelSource>> FileModelSource::Create(ModelDescri
   return source;
 }
 
+bool FileModelSource::HasBlockScales(const std::string& name) const {
+  const auto found = tensors_.find(name);
+  return found != tensors_.end() && found->second.type_name == CodecName(WeightCodec::kF8E4M3);
+}
+
 absl::Status FileModelSource::CheckTensors() const {
   const WeightLayout layout = WeightLayout::Create(description_.config, description_.format);
-  std::map<std::string, const WeightTarget*> wanted;
-  const std::vector<WeightTarget> targets = WeightTargets(description_.config, layout, kind_);
-  for (const WeightTarget& target : targets) wanted.emplace(target.name, &target);
+  struct Wanted {
+    std::vector<std::uint64_t> shape;
+    bool is_scale = false;
+  };
+  std::map<std::string, Wanted> wanted;
+  for (const WeightTarget& target : WeightTargets(description_.config, layout, kind_)) {
+    wanted[target.name] = {{target.rows, target.columns}};
+    if (!HasBlockScales(target.name)) continue;
+    const auto num_blocks = [](std::uint64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; };
+    wanted[target.name + kScalesSuffix] = {{num_blocks(target.rows), num_blocks(target.columns)}, true};
+  }
 
   for (const auto& [name, tensor] : tensors_) {
     if (IsIgnoredTensor(description_.config, kind_, name)) continue;
@@ -234,19 +250,19 @@ absl::Status FileModelSource::CheckTensors() const {
       return absl::UnimplementedError(fail("the family ", description_.config.family, " of ", description_.config.num_layers,
                                            " layers has no such tensor; leaving it out would change what the model computes"));
     }
-    const WeightTarget& target = *found->second;
-    std::vector<std::uint64_t> shape = {target.rows, target.columns};
-    if (target.rows == 1 && tensor.shape.size() == 1) shape = {target.columns};
+    std::vector<std::uint64_t> shape = found->second.shape;
+    if (shape[0] == 1 && tensor.shape.size() == 1) shape.erase(shape.begin());
     if (tensor.shape != shape) {
       return absl::InvalidArgumentError(
           fail("shape ", ShapeText(tensor.shape), "; the sizes in the config ask for ", ShapeText(shape)));
     }
-    if (!ParseCodec(tensor.type_name).has_value())
+    const std::optional<WeightCodec> codec = ParseCodec(tensor.type_name);
+    if (!codec.has_value() || (found->second.is_scale && BlockOf(*codec).size_bytes < sizeof(std::uint16_t)))
       return absl::UnimplementedError(fail("type ", tensor.type_name, " has no decoder"));
   }
-  for (const WeightTarget& target : targets) {
-    if (!tensors_.contains(target.name)) {
-      return absl::InvalidArgumentError(absl::StrCat(files_[0].path(), ": tensor '", target.name, "' is missing; the config has ",
+  for (const auto& [name, facts] : wanted) {
+    if (!tensors_.contains(name)) {
+      return absl::InvalidArgumentError(absl::StrCat(files_[0].path(), ": tensor '", name, "' is missing; the config has ",
                                                      description_.config.num_layers, " layers"));
     }
   }
@@ -264,28 +280,39 @@ void FileModelSource::ComputeDigest() {
   digest_ = sha.Finish();
 }
 
-absl::Status FileModelSource::LoadWeights(const WeightLayout& layout, Device device, std::span<std::byte> region,
-                                          const std::function<void(std::uint64_t)>& progress) const {
-  TANDEM_RETURN_IF_ERROR(CheckStorageFormat(description_.config, layout.format));
-  if (layout.digest != WeightLayout::Create(description_.config, layout.format).digest) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("loading ", description_.config.name, ": the layout belongs to another model"));
+absl::Status LoadTargets(const ModelConfig& config, ModelFileKind kind, const WeightLayout& layout, Device device,
+                         std::span<std::byte> region, const std::function<TensorLoad(WeightTarget)>& load_of,
+                         const std::function<void(std::uint64_t)>& progress) {
+  TANDEM_RETURN_IF_ERROR(CheckStorageFormat(config, layout.format));
+  if (layout.digest != WeightLayout::Create(config, layout.format).digest) {
+    return absl::InvalidArgumentError(absl::StrCat("loading ", config.name, ": the layout belongs to another model"));
   }
   if (region.size() < layout.total_bytes) {
-    return absl::InvalidArgumentError(absl::StrCat("loading ", description_.config.name, ": a region of ", region.size(),
-                                                   " bytes; ", layout.total_bytes, " are needed"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("loading ", config.name, ": a region of ", region.size(), " bytes; ", layout.total_bytes, " are needed"));
   }
   if (layout.nested_map.has_value()) {
     const std::span<const float> map = Nf4NestedMap();
     TANDEM_RETURN_IF_ERROR(CopyFromHost(device, region.data() + layout.nested_map->begin_bytes, map.data(), map.size_bytes()));
   }
   std::vector<TensorLoad> loads;
-  for (WeightTarget& target : WeightTargets(description_.config, layout, kind_)) {
+  for (WeightTarget& target : WeightTargets(config, layout, kind)) loads.push_back(load_of(std::move(target)));
+  return Annotate(LoadTensors(loads, device, region, progress), absl::StrCat("loading ", config.name));
+}
+
+absl::Status FileModelSource::LoadWeights(const WeightLayout& layout, Device device, std::span<std::byte> region,
+                                          const std::function<void(std::uint64_t)>& progress) const {
+  const auto load_of = [this](WeightTarget target) {
     const StoredTensor& tensor = tensors_.at(target.name);
     const std::optional<WeightCodec> codec = ParseCodec(tensor.type_name);
-    loads.push_back({&files_[tensor.file_index], *codec, tensor.begin_bytes, std::move(target)});
-  }
-  return Annotate(LoadTensors(loads, device, region, progress), absl::StrCat("loading ", description_.config.name));
+    TensorLoad load{&files_[tensor.file_index], *codec, tensor.begin_bytes, std::move(target)};
+    if (HasBlockScales(load.target.name)) {
+      const StoredTensor& scales = tensors_.at(load.target.name + kScalesSuffix);
+      load.block_scales = BlockScales{&files_[scales.file_index], *ParseCodec(scales.type_name), scales.begin_bytes};
+    }
+    return load;
+  };
+  return LoadTargets(description_.config, kind_, layout, device, region, load_of, progress);
 }
 
 }  // namespace tandem

@@ -14,7 +14,7 @@ struct CodecFacts {
   const char* name;
   CodecBlock block;
 };
-constexpr std::array<CodecFacts, 9> kCodecs = {{
+constexpr std::array<CodecFacts, 10> kCodecs = {{
     {WeightCodec::kF32, "F32", {1, 4}},
     {WeightCodec::kF16, "F16", {1, 2}},
     {WeightCodec::kBf16, "BF16", {1, 2}},
@@ -24,6 +24,7 @@ constexpr std::array<CodecFacts, 9> kCodecs = {{
     {WeightCodec::kQ4_K, "Q4_K", {256, 144}},
     {WeightCodec::kQ6_K, "Q6_K", {256, 210}},
     {WeightCodec::kMxfp4, "MXFP4", {32, 17}},
+    {WeightCodec::kF8E4M3, "F8_E4M3", {1, 1}},
 }};
 
 constexpr std::array<float, 16> kNf4 = {-1.0F,
@@ -156,6 +157,28 @@ float HalfToFloat(std::uint16_t bits) {
   return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) * 0x1.0p112F));
 }
 
+std::uint8_t FloatToFp8E4m3(float value) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  const auto sign = static_cast<std::uint8_t>((bits >> 24) & 0x80U);
+  const float magnitude = std::fabs(value);
+  if (std::isnan(value)) return sign | 0x7fU;
+  if (magnitude >= 448) return sign | 0x7eU;
+  if (magnitude < 0x1.0p-6F) {
+    // Multiples of 2^-9. In the binade of 2^14 that is the last bit of an fp32, so adding it rounds.
+    return static_cast<std::uint8_t>(sign | (std::bit_cast<std::uint32_t>(magnitude + 0x1.0p14F) & 0xfU));
+  }
+  // The exponent moves from bias 127 to bias 7, 20 bits of mantissa are rounded away.
+  const std::uint32_t shifted = (bits & 0x7fffffffU) - (120U << 23);
+  return static_cast<std::uint8_t>(sign | ((shifted + 0x7ffffU + ((shifted >> 20) & 1U)) >> 20));
+}
+
+float Fp8E4m3ToFloat(std::uint8_t code) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(code & 0x80U) << 24;
+  const std::uint32_t magnitude = code & 0x7fU;
+  if (magnitude == 0x7f) return std::bit_cast<float>(sign | 0x7fc00000U);
+  return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude << 20) * 0x1.0p120F));
+}
+
 void Decode(WeightCodec codec, std::span<const std::byte> coded, std::span<float> values) {
   const CodecBlock block = BlockOf(codec);
   TANDEM_CHECK(values.size() % block.num_values == 0 && coded.size() == values.size() / block.num_values * block.size_bytes,
@@ -197,6 +220,9 @@ void Decode(WeightCodec codec, std::span<const std::byte> coded, std::span<float
       break;
     case WeightCodec::kMxfp4:
       each_block(DecodeMxfp4);
+      break;
+    case WeightCodec::kF8E4M3:
+      each_block([](const std::uint8_t* in, float* value) { *value = Fp8E4m3ToFloat(*in); });
       break;
   }
 }

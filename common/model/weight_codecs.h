@@ -12,7 +12,7 @@
 
 namespace tandem {
 
-enum class WeightCodec { kF32, kF16, kBf16, kQ4_0, kQ4_1, kQ8_0, kQ4_K, kQ6_K, kMxfp4 };
+enum class WeightCodec { kF32, kF16, kBf16, kQ4_0, kQ4_1, kQ8_0, kQ4_K, kQ6_K, kMxfp4, kF8E4M3 };
 
 // Values are coded in blocks that stand alone; a row is a whole number of blocks.
 struct CodecBlock {
@@ -20,7 +20,8 @@ struct CodecBlock {
   std::uint64_t size_bytes = 0;
 };
 CodecBlock BlockOf(WeightCodec codec);
-// GGML's name of the codec: "Q4_1"; F32, F16 and BF16 are also the names in safetensors.
+// GGML's name of the codec: "Q4_1"; F32, F16 and BF16 are also the names in safetensors, F8_E4M3 is
+// there alone.
 const char* CodecName(WeightCodec codec);
 std::optional<WeightCodec> ParseCodec(std::string_view name);
 
@@ -45,6 +46,9 @@ constexpr std::uint16_t FloatToBf16(float value) {
   if ((bits & 0x7fffffffU) > 0x7f800000U) return static_cast<std::uint16_t>((bits >> 16) | 0x40U);
   return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
 }
+// E4M3 (Micikevicius et al. 2022, arXiv 2209.05433): no infinity, the largest number is 448.
+std::uint8_t FloatToFp8E4m3(float value);  // to the nearest, ties to even; saturates at 448; NaN stays NaN
+float Fp8E4m3ToFloat(std::uint8_t code);
 constexpr float Bf16ToFloat(std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
 
 }  // namespace tandem

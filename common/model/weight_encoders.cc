@@ -98,28 +98,6 @@ absl::Status EncodeRows(StorageFormat format, std::span<const float> values, std
   return absl::OkStatus();
 }
 
-std::uint8_t FloatToFp8E4m3(float value) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
-  const auto sign = static_cast<std::uint8_t>((bits >> 24) & 0x80U);
-  const float magnitude = std::fabs(value);
-  if (std::isnan(value)) return sign | 0x7fU;
-  if (magnitude >= kFp8Max) return sign | 0x7eU;
-  if (magnitude < 0x1.0p-6F) {
-    // Multiples of 2^-9. In the binade of 2^14 that is the last bit of an fp32, so adding it rounds.
-    return static_cast<std::uint8_t>(sign | (std::bit_cast<std::uint32_t>(magnitude + 0x1.0p14F) & 0xfU));
-  }
-  // The exponent moves from bias 127 to bias 7, 20 bits of mantissa are rounded away.
-  const std::uint32_t shifted = (bits & 0x7fffffffU) - (120U << 23);
-  return static_cast<std::uint8_t>(sign | ((shifted + 0x7ffffU + ((shifted >> 20) & 1U)) >> 20));
-}
-
-float Fp8E4m3ToFloat(std::uint8_t code) {
-  const std::uint32_t sign = static_cast<std::uint32_t>(code & 0x80U) << 24;
-  const std::uint32_t magnitude = code & 0x7fU;
-  if (magnitude == 0x7f) return std::bit_cast<float>(sign | 0x7fc00000U);
-  return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude << 20) * 0x1.0p120F));
-}
-
 float EncodeFp8Row(std::span<const float> row, std::span<std::uint8_t> codes) {
   TANDEM_CHECK(codes.size() == row.size(), codes.size(), " codes for ", row.size(), " values");
   const float scale = std::max(AbsMax(row) / kFp8Max, FLT_MIN);

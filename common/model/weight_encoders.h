@@ -18,11 +18,9 @@ std::uint64_t ScalesPerRow(StorageFormat format, std::uint64_t columns);
 absl::Status EncodeRows(StorageFormat format, std::span<const float> values, std::uint64_t columns, std::span<std::byte> encoded,
                         std::span<float> scales);
 
-// E4M3 (Micikevicius et al. 2022, arXiv 2209.05433), scale = absmax / 448, code = values / scale to the nearest, ties to even.
+// E4M3, scale = absmax / 448, code = values / scale to the nearest, ties to even.
 // Returns the scale, above 0.
 float EncodeFp8Row(std::span<const float> row, std::span<std::uint8_t> codes);
-std::uint8_t FloatToFp8E4m3(float value);  // saturates at 448; NaN stays NaN
-float Fp8E4m3ToFloat(std::uint8_t code);
 
 // As bitsandbytes does (backends/default/ops.py, csrc/kernels.cu): per block of 64 values absmax, value * (1 / absmax) to the
 // nearest of the code book, the lower one half way. The high nibble holds the even value. Requires: values are whole blocks.

@@ -66,8 +66,9 @@ class Loader {
   // True when the file's bytes are the region's.
   static bool IsCopy(const TensorLoad& load) {
     const StorageFormat format = load.target.format;
-    return load.target.interleaved_head_dim == 0 && ((load.codec == WeightCodec::kF32 && format == StorageFormat::kFp32) ||
-                                                     (load.codec == WeightCodec::kBf16 && format == StorageFormat::kBf16));
+    return load.target.interleaved_head_dim == 0 && !load.block_scales.has_value() &&
+           ((load.codec == WeightCodec::kF32 && format == StorageFormat::kFp32) ||
+            (load.codec == WeightCodec::kBf16 && format == StorageFormat::kBf16));
   }
 
   void AddStripes(const TensorLoad& load) {
@@ -106,6 +107,7 @@ class Loader {
     std::vector<std::byte> coded;  // of a stripe, as in the file
     std::vector<float> values;     // of a row
     std::vector<float> scales;     // of a stripe
+    std::vector<float> factors;    // block scales of a stripe's rows
   };
 
   absl::Status Load(const Stripe& stripe, StripeWriter* writer, Scratch* scratch) {
@@ -133,6 +135,20 @@ class Loader {
     return absl::OkStatus();
   }
 
+  static std::uint64_t NumScaleBlocks(std::uint64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
+
+  static absl::Status ReadBlockScales(const Stripe& stripe, Scratch* scratch) {
+    if (!stripe.load->block_scales.has_value()) return absl::OkStatus();
+    const BlockScales& scales = *stripe.load->block_scales;
+    const std::uint64_t columns = NumScaleBlocks(stripe.load->target.columns), value_bytes = BlockOf(scales.codec).size_bytes;
+    const std::uint64_t begin = stripe.begin_row / kScaleBlock, end = NumScaleBlocks(stripe.end_row);
+    std::vector<std::byte> coded((end - begin) * columns * value_bytes);
+    TANDEM_RETURN_IF_ERROR(scales.file->ReadAt(scales.file_begin_bytes + begin * columns * value_bytes, coded));
+    scratch->factors.resize((end - begin) * columns);
+    Decode(scales.codec, coded, scratch->factors);
+    return absl::OkStatus();
+  }
+
   // Row after row through fp32 to its place in `out`, which holds the rows of the stripe; the scales go to the scratch or, in
   // NF4, to the tensor's absmax.
   static absl::Status Encode(const Stripe& stripe, std::span<std::byte> out, Scratch* scratch) {
@@ -150,10 +166,16 @@ class Loader {
       scratch->scales.resize(num_rows * scales_per_row);
       scales = scratch->scales;
     }
+    TANDEM_RETURN_IF_ERROR(ReadBlockScales(stripe, scratch));
     scratch->values.resize(target.columns);
     for (std::uint64_t row = 0; row < num_rows; ++row) {
       const std::uint64_t place = RowInLayout(row, target.interleaved_head_dim);
       Decode(load.codec, std::span(scratch->coded).subspan(row * file_row_bytes, file_row_bytes), scratch->values);
+      if (load.block_scales.has_value()) {
+        const std::uint64_t first =
+            ((stripe.begin_row + row) / kScaleBlock - stripe.begin_row / kScaleBlock) * NumScaleBlocks(target.columns);
+        for (std::uint64_t i = 0; i < target.columns; ++i) scratch->values[i] *= scratch->factors[first + i / kScaleBlock];
+      }
       TANDEM_RETURN_IF_ERROR(EncodeRows(target.format, scratch->values, target.columns, out.subspan(place * row_bytes, row_bytes),
                                         scales.subspan(place * scales_per_row, scales_per_row)));
     }

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -14,11 +15,21 @@
 
 namespace tandem {
 
+// One factor for each block of 128 x 128 weights, [ceil(rows / 128), ceil(columns / 128)] row-major (DeepSeek-V3, arXiv
+// 2412.19437, section 3.3.2).
+inline constexpr std::uint64_t kScaleBlock = 128;
+struct BlockScales {
+  const ByteSource* file = nullptr;
+  WeightCodec codec = WeightCodec::kF32;  // F32, F16 or BF16
+  std::uint64_t file_begin_bytes = 0;
+};
+
 struct TensorLoad {
-  const ModelFile* file = nullptr;
+  const ByteSource* file = nullptr;
   WeightCodec codec = WeightCodec::kF32;
   std::uint64_t file_begin_bytes = 0;
   WeightTarget target;
+  std::optional<BlockScales> block_scales = std::nullopt;
 };
 
 // `region` lies on `device`. On the CPU uses the calling thread and one more; for a GPU up to eight, each of which decodes into

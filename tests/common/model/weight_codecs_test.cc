@@ -106,8 +106,29 @@ TEST(WeightCodecsTest, Bf16RoundsToNearestEven) {
   }
 }
 
+TEST(WeightCodecsTest, EveryFp8CodeComesBackAndMiddlesGoToEven) {
+  EXPECT_EQ(Fp8E4m3ToFloat(0x7e), 448.0F);
+  EXPECT_EQ(Fp8E4m3ToFloat(0x08), std::ldexp(1.0F, -6));
+  EXPECT_EQ(Fp8E4m3ToFloat(0x01), std::ldexp(1.0F, -9));
+  EXPECT_EQ(Fp8E4m3ToFloat(0xb8), -1.0F);
+  EXPECT_TRUE(std::isnan(Fp8E4m3ToFloat(0x7f)));
+  for (int code = 0; code < 0x7e; ++code) {
+    const auto low_code = static_cast<std::uint8_t>(code), high_code = static_cast<std::uint8_t>(code + 1);
+    const float low = Fp8E4m3ToFloat(low_code), high = Fp8E4m3ToFloat(high_code), middle = (low + high) / 2;
+    ASSERT_LT(low, high);
+    ASSERT_EQ(FloatToFp8E4m3(low), low_code);
+    ASSERT_EQ(FloatToFp8E4m3(-high), high_code | 0x80);
+    ASSERT_EQ(FloatToFp8E4m3(middle), code % 2 == 0 ? low_code : high_code) << code;
+    ASSERT_EQ(FloatToFp8E4m3(std::nextafter(middle, 0.0F)), low_code) << code;
+    ASSERT_EQ(FloatToFp8E4m3(std::nextafter(middle, 500.0F)), high_code) << code;
+  }
+  EXPECT_EQ(FloatToFp8E4m3(1e30F), 0x7e);
+  EXPECT_EQ(FloatToFp8E4m3(-std::numeric_limits<float>::infinity()), 0xfe);
+  EXPECT_EQ(FloatToFp8E4m3(std::numeric_limits<float>::quiet_NaN()) & 0x7f, 0x7f);
+}
+
 TEST(WeightCodecsTest, NoValuesNeedNoBytes) {
-  for (const char* name : {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "MXFP4"}) {
+  for (const char* name : {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "MXFP4", "F8_E4M3"}) {
     ASSERT_TRUE(ParseCodec(name).has_value()) << name;
     EXPECT_STREQ(CodecName(*ParseCodec(name)), name);
     Decode(*ParseCodec(name), {}, {});
