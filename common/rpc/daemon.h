@@ -27,7 +27,8 @@ struct DaemonConfig {
 
 class Daemon {
  public:
-  // Parses flags (--listen --metrics --peer --run_dir --data_dir --model --random_weights --device --weights --pool_transport --pool_bytes
+  // Parses flags (--listen --metrics --peer --run_dir --data_dir --model --random_weights --device --weights --pool_transport
+  // --pool_bytes
   // --reserve_bytes --chunk_bytes --rollout_standing_bytes --trainer_standing_bytes --strict_leases --start_timeout
   // --holder_timeout --kill_silent_holder
   // --log_level), makes the data folder and starts the log. Exits with 1 on a bad flag.
