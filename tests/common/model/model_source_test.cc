@@ -768,5 +768,43 @@ TEST_F(SmolLm2Test, LoadedValuesAreTheGoldenOnes) {
   }
 }
 
+// Weights without a file are the same bits in every process, at the scale that keeps activations of order one.
+TEST(RandomModel, IsTheSameEveryTimeAndItsTokenizerReadsAnyText) {
+  const auto source = ModelSource::Open("random:smollm2-135m"), again = ModelSource::Open("random:smollm2-135m");
+  ASSERT_TRUE(source.ok() && again.ok()) << source.status();
+  EXPECT_EQ((*source)->digest(), (*again)->digest());
+  const ModelDescription& description = (*source)->description();
+  const WeightLayout layout = WeightLayout::Create(description.config, StorageFormat::kFp32);
+  std::vector<float> weights(layout.total_bytes / sizeof(float));
+  const absl::Status loaded = (*source)->LoadWeights(layout, Device::kCpu, std::as_writable_bytes(std::span(weights)), nullptr);
+  ASSERT_TRUE(loaded.ok()) << loaded;
+  std::vector<float> other(weights.size());
+  ASSERT_TRUE((*again)->LoadWeights(layout, Device::kCpu, std::as_writable_bytes(std::span(other)), nullptr).ok());
+  EXPECT_TRUE(weights == other);
+  double sum = 0, squares = 0;
+  const TensorPlace& down = layout.layers[3].down;
+  const std::size_t begin = down.begin_bytes / sizeof(float), count = down.size_bytes / sizeof(float);
+  for (std::size_t i = begin; i < begin + count; ++i) {
+    sum += weights[i];
+    squares += double{weights[i]} * weights[i];
+  }
+  EXPECT_NEAR(sum / static_cast<double>(count), 0, 1e-4);
+  EXPECT_NEAR(squares / static_cast<double>(count) * 1536, 1, 0.01);
+  EXPECT_EQ(weights[layout.final_norm.begin_bytes / sizeof(float)], 1.0F);
+
+  const auto tokenizer = Tokenizer::Create(description.tokenizer);
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  const std::string text = "any \xc3\xa9 text #300";
+  const std::vector<TokenId> ids = (*tokenizer)->Encode(text, ControlTokens::kLiteral);
+  EXPECT_EQ(ids.size(), text.size());
+  EXPECT_EQ((*tokenizer)->Decode(ids, true), text);
+  EXPECT_EQ((*tokenizer)->vocab_size(), 49152u);
+  EXPECT_TRUE(ParseModelDescription(SerializeModelDescription(description)).ok());
+
+  const absl::Status unknown = ModelSource::Open("random:gpt-9").status();
+  EXPECT_EQ(unknown.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(std::string(unknown.message()).find("llama-3.1-8b"), std::string::npos) << unknown;
+}
+
 }  // namespace
 }  // namespace tandem
