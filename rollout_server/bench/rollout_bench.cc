@@ -1,0 +1,315 @@
+// tandem_rollout_bench: decode on the GPU by the rollout server's model and sampler, without engine and RPC: prefill, then steps
+// at the first, the middle and the last context length of a case, whose time grows linearly with the context between them.
+// Weights are random; speed does not depend on their values. Prints ms a step, tokens a second over the whole case, bytes that a
+// step has to read, and the share of the read sweep that the same run measured.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/time/clock.h"
+#include "common/base/random.h"
+#include "common/base/units.h"
+#include "common/gpu/cuda_status.h"
+#include "common/model/weight_codecs.h"
+#include "rollout_server/bench/read_sweep.h"
+#include "rollout_server/model/decoder_model.h"
+#include "rollout_server/sample/sampler.h"
+
+ABSL_FLAG(std::string, shape, "llama-3.1-8b", "llama-3.1-8b or smollm2-135m");
+ABSL_FLAG(std::string, cases, "a,c,d", "a: 64 sequences, 256 + 1024 tokens; c: 8 of one prompt, 512 + 8192; d: 256, 256 + 512");
+ABSL_FLAG(int, rank, 0, "rank of an adapter on all linear layers; 0: none");
+ABSL_FLAG(int, steps, 24, "timed steps at each context length");
+ABSL_FLAG(double, top_p, 1, "of the sampler");
+ABSL_FLAG(bool, json, false, "one line of JSON a case instead of a table");
+
+namespace tandem {
+namespace {
+
+constexpr int kBlockTokens = 16, kMaxBatchTokens = 8192;
+
+struct Case {
+  std::string name;
+  int sequences = 0;
+  int prompt = 0;
+  int tokens = 0;
+  bool is_prompt_shared = false;
+};
+const std::array<Case, 3> kCases = {{{"a", 64, 256, 1024, false}, {"c", 8, 512, 8192, true}, {"d", 256, 256, 512, false}}};
+
+absl::StatusOr<ModelConfig> ShapeByName(const std::string& name) {
+  ModelConfig config;
+  config.family = "llama";
+  config.name = name;
+  if (name == "llama-3.1-8b") {
+    config.num_layers = 32, config.hidden_size = 4096, config.intermediate_size = 14336;
+    config.num_heads = 32, config.num_kv_heads = 8, config.head_dim = 128;
+    config.vocab_size = 128256, config.max_positions = 16384, config.rope_theta = 500000;
+    return config;
+  }
+  if (name == "smollm2-135m") {
+    config.num_layers = 30, config.hidden_size = 576, config.intermediate_size = 1536;
+    config.num_heads = 9, config.num_kv_heads = 3, config.head_dim = 64;
+    config.vocab_size = 49152, config.max_positions = 16384, config.rope_theta = 100000, config.is_embedding_tied = true;
+    return config;
+  }
+  return absl::InvalidArgumentError(absl::StrCat("--shape=", name, " is not llama-3.1-8b or smollm2-135m"));
+}
+
+class BenchMemory {
+ public:
+  static absl::StatusOr<std::unique_ptr<BenchMemory>> Create(std::uint64_t size_bytes) {
+    void* data = nullptr;
+    TANDEM_RETURN_IF_ERROR(CudaToStatus(cudaMalloc(&data, std::max<std::uint64_t>(size_bytes, 1)), "bench memory"));
+    auto memory = std::unique_ptr<BenchMemory>(new BenchMemory(static_cast<std::byte*>(data), size_bytes));
+    TANDEM_RETURN_IF_ERROR(ZeroMemory(Device::kCuda, data, size_bytes));
+    return memory;
+  }
+  ~BenchMemory() { cudaFree(data_); }
+  BenchMemory(const BenchMemory&) = delete;
+  BenchMemory& operator=(const BenchMemory&) = delete;
+  std::span<std::byte> span() const { return {data_, size_bytes_}; }
+  // The pattern, over and over.
+  absl::Status Fill(const void* pattern, std::uint64_t pattern_bytes) const {
+    std::uint64_t done = std::min(pattern_bytes, size_bytes_);
+    TANDEM_RETURN_IF_ERROR(CopyFromHost(Device::kCuda, data_, pattern, done));
+    while (done < size_bytes_) {
+      const std::uint64_t next = std::min(done, size_bytes_ - done);
+      TANDEM_RETURN_IF_ERROR(CopyOnDevice(Device::kCuda, data_ + done, data_, next));
+      done += next;
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  BenchMemory(std::byte* data, std::uint64_t size_bytes) : data_(data), size_bytes_(size_bytes) {}
+  std::byte* const data_;
+  const std::uint64_t size_bytes_;
+};
+
+constexpr std::size_t kPatternValues = (std::size_t{1} << 22) + 64;  // no multiple of any row
+float PatternValue(std::size_t i) { return static_cast<float>((RandomUniform(1, i) * 2 - 1) * 0.03); }
+
+// One case's sequences over their blocks.
+class Sequences {
+ public:
+  explicit Sequences(const Case& c) : case_(c) {
+    const int blocks = (c.prompt + c.tokens + kBlockTokens - 1) / kBlockTokens;
+    for (int s = 0; s < c.sequences; ++s) {
+      std::vector<std::int32_t> table;
+      for (int b = 0; b < blocks; ++b) {
+        const bool is_shared = c.is_prompt_shared && s > 0 && (b + 1) * kBlockTokens <= c.prompt;
+        table.push_back(is_shared ? tables_[0][static_cast<std::size_t>(b)] : num_blocks_++);
+      }
+      tables_.push_back(std::move(table));
+    }
+  }
+  int num_blocks() const { return num_blocks_; }
+
+  // Tokens [begin, end) of sequences [first, last).
+  StepBatch Step(int first, int last, int begin, int end, std::uint32_t vocab_size, std::optional<AdapterView> adapter) const {
+    StepBatch batch;
+    batch.cu_query_lens.push_back(0);
+    for (int s = first; s < last; ++s) {
+      const std::vector<std::int32_t>& table = tables_[static_cast<std::size_t>(s)];
+      for (int position = begin; position < end; ++position) {
+        batch.token_ids.push_back(static_cast<std::uint32_t>(
+            RandomBelow(2, static_cast<std::uint64_t>(s) << 32 | static_cast<std::uint64_t>(position), vocab_size)));
+        batch.positions.push_back(position);
+        batch.slot_mapping.push_back(std::int64_t{table[static_cast<std::size_t>(position / kBlockTokens)]} * kBlockTokens +
+                                     position % kBlockTokens);
+      }
+      batch.cu_query_lens.push_back(static_cast<std::int32_t>(batch.token_ids.size()));
+      batch.context_lens.push_back(end);
+      const auto used = static_cast<std::ptrdiff_t>((end + kBlockTokens - 1) / kBlockTokens);
+      batch.block_tables.emplace_back(table.begin(), table.begin() + used);
+      batch.logit_rows.push_back(batch.cu_query_lens.back() - 1);
+      batch.adapter_of.push_back(adapter.has_value() ? 0 : -1);
+    }
+    if (adapter.has_value()) batch.adapters.push_back(*adapter);
+    return batch;
+  }
+
+ private:
+  const Case case_;
+  std::vector<std::vector<std::int32_t>> tables_;
+  int num_blocks_ = 0;
+};
+
+struct Bench {
+  ModelConfig config;
+  WeightLayout layout;
+  DecoderModel* model = nullptr;
+  Sampler* sampler = nullptr;
+  std::optional<AdapterView> adapter;
+  double sweep_bytes_per_second = 0;
+};
+
+absl::Status RunStep(const Bench& bench, const StepBatch& batch, std::uint32_t position, const SamplingParams& params) {
+  TANDEM_ASSIGN_OR_RETURN(const Logits logits, bench.model->Run(batch));
+  std::vector<DrawInput> inputs;
+  for (std::size_t row = 0; row < batch.logit_rows.size(); ++row) {
+    inputs.push_back({.params = &params, .seed = row, .position = position});
+  }
+  for (const absl::StatusOr<DrawnToken>& drawn : bench.sampler->Draw(logits, inputs)) TANDEM_RETURN_IF_ERROR(drawn.status());
+  return absl::OkStatus();
+}
+
+// Seconds of one step that draws the token at `context`, the median.
+absl::StatusOr<double> TimeSteps(const Bench& bench, const Case& c, const Sequences& sequences, int context,
+                                 const SamplingParams& params) {
+  constexpr int kWarmUp = 4;  // as it is, capture, replay
+  std::vector<double> seconds;
+  for (int i = 0; i < kWarmUp + absl::GetFlag(FLAGS_steps); ++i) {
+    const absl::Time begin = absl::Now();
+    const StepBatch batch =
+        sequences.Step(0, c.sequences, context - 1, context, static_cast<std::uint32_t>(bench.config.vocab_size), bench.adapter);
+    TANDEM_RETURN_IF_ERROR(RunStep(bench, batch, static_cast<std::uint32_t>(i), params));
+    if (i >= kWarmUp) seconds.push_back(absl::ToDoubleSeconds(absl::Now() - begin));
+  }
+  std::sort(seconds.begin(), seconds.end());
+  return seconds[seconds.size() / 2];
+}
+
+absl::StatusOr<double> TimePrefill(const Bench& bench, const Case& c, const Sequences& sequences, const SamplingParams& params) {
+  const int prefilled = c.is_prompt_shared ? 1 : c.sequences, at_once = std::max(1, kMaxBatchTokens / c.prompt);
+  const absl::Time begin = absl::Now();
+  for (int first = 0; first < prefilled; first += at_once) {
+    const StepBatch batch = sequences.Step(first, std::min(first + at_once, prefilled), 0, c.prompt,
+                                           static_cast<std::uint32_t>(bench.config.vocab_size), bench.adapter);
+    TANDEM_RETURN_IF_ERROR(RunStep(bench, batch, 0, params));
+  }
+  return absl::ToDoubleSeconds(absl::Now() - begin);
+}
+
+absl::Status RunCase(const Bench& bench, const Case& c, const Sequences& sequences) {
+  SamplingParams params;
+  params.top_p = absl::GetFlag(FLAGS_top_p);
+  TANDEM_RETURN_IF_ERROR(TimePrefill(bench, c, sequences, params).status());  // the products choose their algorithms
+  TANDEM_ASSIGN_OR_RETURN(const double prefill_seconds, TimePrefill(bench, c, sequences, params));
+  const std::array<int, 3> contexts = {c.prompt + 1, c.prompt + c.tokens / 2, c.prompt + c.tokens};
+  std::array<double, 3> step_seconds = {};
+  for (std::size_t i = 0; i < contexts.size(); ++i) {
+    TANDEM_ASSIGN_OR_RETURN(step_seconds[i], TimeSteps(bench, c, sequences, contexts[i], params));
+  }
+  const double mean_seconds = (step_seconds[0] + 4 * step_seconds[1] + step_seconds[2]) / 6;  // Simpson
+  const double total_seconds = prefill_seconds + mean_seconds * c.tokens;
+  const double tokens_per_second = c.sequences * c.tokens / total_seconds;
+  // Read each step: every weight but an embedding that is not the head, the adapter, and the keys and values of all contexts.
+  const WeightLayout& layout = bench.layout;
+  const double weight_bytes =
+      static_cast<double>(layout.total_bytes - (bench.config.is_embedding_tied ? 0 : layout.embedding.size_bytes));
+  const double adapter_bytes = bench.adapter.has_value() ? static_cast<double>(bench.adapter->layout->num_parameters) * 2 : 0;
+  const double token_bytes = static_cast<double>(DecoderModel::BlockBytes(bench.config, 1, DType::kBf16));
+  const double kv_bytes = token_bytes * c.sequences * (c.prompt + c.tokens / 2.0);
+  const double step_bytes = weight_bytes + adapter_bytes + kv_bytes;
+  const double floor_seconds = step_bytes / bench.sweep_bytes_per_second;
+  if (absl::GetFlag(FLAGS_json)) {
+    std::printf(
+        "{\"bench\":\"rollout\",\"shape\":\"%s\",\"case\":\"%s\",\"weights\":\"bf16\",\"kv\":\"bf16\",\"rank\":%d,\"sequences\":%"
+        "d,"
+        "\"prompt\":%d,\"tokens\":%d,\"prefill_seconds\":%.4f,\"step_ms_first\":%.4f,\"step_ms_middle\":%.4f,\"step_ms_last\":%."
+        "4f,"
+        "\"step_ms_mean\":%.4f,\"tokens_per_second\":%.1f,\"step_bytes\":%.0f,\"sweep_bytes_per_second\":%.4g,\"floor_ms\":%.4f,"
+        "\"share_of_sweep\":%.4f}\n",
+        bench.config.name.c_str(), c.name.c_str(), absl::GetFlag(FLAGS_rank), c.sequences, c.prompt, c.tokens, prefill_seconds,
+        step_seconds[0] * 1e3, step_seconds[1] * 1e3, step_seconds[2] * 1e3, mean_seconds * 1e3, tokens_per_second, step_bytes,
+        bench.sweep_bytes_per_second, floor_seconds * 1e3, floor_seconds / mean_seconds);
+  } else {
+    std::printf("%-4s %9d %6d + %-5d %8.3f s %7.2f %7.2f %7.2f ms %9.0f %8.2f GB %7.2f ms %6.1f %%\n", c.name.c_str(),
+                c.sequences, c.prompt, c.tokens, prefill_seconds, step_seconds[0] * 1e3, step_seconds[1] * 1e3,
+                step_seconds[2] * 1e3, tokens_per_second, step_bytes * 1e-9, floor_seconds * 1e3,
+                100 * floor_seconds / mean_seconds);
+  }
+  std::fflush(stdout);
+  return absl::OkStatus();
+}
+
+absl::Status RunBench() {
+  if (!HasCudaDevice()) return absl::FailedPreconditionError("no CUDA device");
+  Bench bench;
+  TANDEM_ASSIGN_OR_RETURN(bench.config, ShapeByName(absl::GetFlag(FLAGS_shape)));
+  bench.layout = WeightLayout::Create(bench.config, StorageFormat::kBf16);
+  const std::string wanted = absl::GetFlag(FLAGS_cases);
+  int num_blocks = 1;
+  for (const Case& c : kCases) {
+    if (wanted.find(c.name) != std::string::npos) num_blocks = std::max(num_blocks, Sequences(c).num_blocks());
+  }
+  std::vector<std::uint16_t> pattern(kPatternValues);
+  for (std::size_t i = 0; i < pattern.size(); ++i) pattern[i] = FloatToBf16(PatternValue(i));
+  TANDEM_ASSIGN_OR_RETURN(const auto weights, BenchMemory::Create(bench.layout.total_bytes));
+  TANDEM_RETURN_IF_ERROR(weights->Fill(pattern.data(), pattern.size() * sizeof(pattern[0])));
+
+  DecoderModelOptions options;
+  options.device = Device::kCuda;
+  options.kv_dtype = DType::kBf16;
+  options.block_tokens = kBlockTokens;
+  options.num_blocks = num_blocks;
+  options.max_batch_tokens = kMaxBatchTokens;
+  options.max_adapters = absl::GetFlag(FLAGS_rank) > 0 ? 1 : 0;
+  options.max_adapter_rank = absl::GetFlag(FLAGS_rank);
+  TANDEM_ASSIGN_OR_RETURN(const auto workspace, BenchMemory::Create(DecoderModel::WorkspaceBytes(bench.config, options)));
+  options.workspace = workspace->span();
+  TANDEM_ASSIGN_OR_RETURN(const auto cache,
+                          BenchMemory::Create(static_cast<std::uint64_t>(num_blocks) *
+                                              DecoderModel::BlockBytes(bench.config, kBlockTokens, DType::kBf16)));
+  TANDEM_ASSIGN_OR_RETURN(const auto model,
+                          DecoderModel::Create(bench.config, bench.layout, weights->span().data(), cache->span(), options));
+  bench.model = model.get();
+  SamplerOptions sampler_options = {
+      .device = Device::kCuda, .vocab_size = bench.config.vocab_size, .max_rows = options.max_sequences};
+  TANDEM_ASSIGN_OR_RETURN(const auto sampler_memory, BenchMemory::Create(Sampler::WorkspaceBytes(sampler_options)));
+  sampler_options.workspace = sampler_memory->span();
+  TANDEM_ASSIGN_OR_RETURN(const auto sampler, Sampler::Create(sampler_options));
+  bench.sampler = sampler.get();
+
+  std::unique_ptr<BenchMemory> slot;
+  AdapterLayout adapter_layout;
+  if (absl::GetFlag(FLAGS_rank) > 0) {
+    std::vector<LinearKind> targets;
+    for (int kind = 0; kind < kNumLinearKinds; ++kind) targets.push_back(static_cast<LinearKind>(kind));
+    adapter_layout = AdapterLayout::Create(bench.config, absl::GetFlag(FLAGS_rank), targets);
+    std::vector<float> values(kPatternValues);
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = PatternValue(i);
+    TANDEM_ASSIGN_OR_RETURN(slot, BenchMemory::Create(adapter_layout.total_bytes));
+    TANDEM_RETURN_IF_ERROR(slot->Fill(values.data(), values.size() * sizeof(values[0])));
+    bench.adapter = {.slot = slot->span().data(), .layout = &adapter_layout, .scale = 2.f, .activation_id = 1};
+  }
+  const std::uint64_t sweep_bytes = std::min<std::uint64_t>(weights->span().size(), 8 * kGiB) / 16 * 16;
+  TANDEM_ASSIGN_OR_RETURN(bench.sweep_bytes_per_second, MeasureReadSweep(weights->span().first(sweep_bytes)));
+  if (!absl::GetFlag(FLAGS_json)) {
+    std::printf("%s, bf16, adapter rank %d, %s, read sweep %.2f TB/s over %s, workspace %s\n", bench.config.name.c_str(),
+                absl::GetFlag(FLAGS_rank), DeviceName(Device::kCuda).c_str(), bench.sweep_bytes_per_second * 1e-12,
+                FormatBytes(sweep_bytes).c_str(), FormatBytes(workspace->span().size()).c_str());
+    std::printf("case sequences prompt+tokens  prefill   step first middle  last   tokens/s     read    floor    of sweep\n");
+  }
+  for (const Case& c : kCases) {
+    if (wanted.find(c.name) == std::string::npos) continue;
+    TANDEM_RETURN_IF_ERROR(RunCase(bench, c, Sequences(c)));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+}  // namespace tandem
+
+int main(int argc, char** argv) {
+  absl::ParseCommandLine(argc, argv);
+  if (absl::GetFlag(FLAGS_steps) < 1 || absl::GetFlag(FLAGS_rank) < 0) {
+    std::fprintf(stderr, "--steps must be at least 1, --rank at least 0\n");
+    return 2;
+  }
+  if (const absl::Status status = tandem::RunBench(); !status.ok()) {
+    std::fprintf(stderr, "%s\n", status.ToString().c_str());
+    return 1;
+  }
+  return 0;
+}
