@@ -1,8 +1,8 @@
 """Writes tests/golden/families/<name>/: a tiny random model of each family and what transformers computes with it.
 
-Each folder is a Hugging Face directory (config.json, model.safetensors, tokenizer.json) with expected.json beside it. The weights are
-bf16 numbers, so that a server that holds them in bf16 holds the same ones; transformers computes with them in fp32. Equal versions
-give equal files.
+Each folder is a Hugging Face directory (config.json, model.safetensors, tokenizer.json) with expected.json beside it. The
+weights are bf16 numbers, so that a server that holds them in bf16 holds the same ones; transformers computes with them in fp32.
+Equal versions give equal files.
 
 Needs torch, transformers and tokenizers: python3 tools/make_family_golden.py
 """
