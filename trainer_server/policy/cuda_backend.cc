@@ -366,7 +366,7 @@ void CudaBackend<T>::NormHeadRows(Plan* plan, const T* hidden, const T* weight, 
 template <typename T>
 typename CudaBackend<T>::HeadTile CudaBackend<T>::ChooseHeadTile(std::int64_t num_head_rows) const {
   HeadTile tile;
-  tile.columns = std::min(head_.vocab_size, kHeadColumns);
+  tile.columns = std::min(head_.vocab_size, head_.vocab_tile > 0 ? head_.vocab_tile : kHeadColumns);
   const std::int64_t row_bytes = tile.columns * static_cast<std::int64_t>(sizeof(float) + sizeof(T)) +
                                  d() * static_cast<std::int64_t>(sizeof(float)) +
                                  static_cast<std::int64_t>(sizeof(TokenLogprobState));

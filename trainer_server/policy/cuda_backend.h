@@ -51,7 +51,7 @@ class CudaBackend {
     Buffer<float> cosines, sines;  // [positions, head_dim / 2]
   };
 
-  // `head`: weight on the device; its row_tile is an upper bound, its vocab_tile is not used. `stream` and `gemm` outlive the
+  // `head`: weight on the device; its tiles are upper bounds, 0: the backend's own. `stream` and `gemm` outlive the
   // backend and are used by nobody else meanwhile.
   CudaBackend(const ModelConfig& config, const LinearHead<T>& head, Stream* stream, Gemm* gemm)
       : config_(config), head_(head), stream_(stream), gemm_(gemm), rope_(config) {}

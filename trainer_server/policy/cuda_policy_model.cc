@@ -22,7 +22,8 @@ std::unique_ptr<PolicyModel> Make(const ModelConfig& config, const WeightLayout&
                                   AdapterLayout adapter_layout) {
   NetworkWeights<T> views = WeightsAt<T>(layout, weights);
   LinearHead<T> head = HeadAt(config, views.head, options);
-  head.row_tile = options.logit_chunk;  // 0: the backend's own
+  head.row_tile = options.logit_chunk;
+  head.vocab_tile = 0;
   CudaBackend<T> backend(config, head, device.stream, device.gemm);
   return std::make_unique<NetworkPolicyModel<CudaBackend<T>>>(config, std::move(views), std::move(backend), Device::kCuda, memory,
                                                               options, std::move(adapter_layout));

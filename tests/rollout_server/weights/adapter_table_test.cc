@@ -73,7 +73,7 @@ TEST_F(AdapterTableTest, AHalfWrittenSlotIsNeverActivated) {
   region_[256 + layout_.total_bytes - 1] ^= std::byte{1};
   const absl::StatusOr<Adapter> adapter = Open();
   EXPECT_EQ(adapter.status().code(), absl::StatusCode::kAborted);
-  EXPECT_THAT(std::string(adapter.status().message()), HasSubstr("SHA-256"));
+  EXPECT_THAT(std::string(adapter.status().message()), HasSubstr("checksum"));
 }
 
 TEST_F(AdapterTableTest, RefusesSlotsThatDoNotFit) {

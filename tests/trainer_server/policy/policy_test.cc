@@ -9,7 +9,7 @@
 #include "gtest/gtest.h"
 #include "rollout_server/model/decoder_model.h"
 #include "tests/support/naive_transformer.h"
-#include "trainer_server/batch/pack_micro_batches.h"
+#include "tests/trainer_server/support/packed_groups.h"
 #include "trainer_server/policy/cpu_backend.h"
 #include "trainer_server/policy/policy_model.h"
 #include "trainer_server/policy/policy_network.h"
@@ -18,43 +18,18 @@ namespace tandem {
 namespace {
 
 using testing::AlignedBytes;
+using testing::AllLayers;
+using testing::Group;
 using ::testing::HasSubstr;
+using testing::Ids;
 using testing::NaiveTransformer;
+using testing::Pack;
+using testing::RandomIds;
+using testing::RelativeError;
+using testing::RowGradients;
 using testing::TinyAdapter;
 using testing::TinyModel;
-using Ids = std::vector<std::uint32_t>;
-
-Ids RandomIds(std::uint64_t seed, std::size_t count) {
-  Ids ids(count);
-  for (std::size_t i = 0; i < count; ++i) ids[i] = static_cast<std::uint32_t>(RandomBelow(seed, i, 128));
-  return ids;
-}
-
-struct Group {
-  Ids prompt;
-  std::vector<Ids> completions;
-};
-
-std::vector<MicroBatch> Pack(const std::vector<Group>& groups, std::int64_t max_tokens = 1 << 20) {
-  static const std::vector<std::uint8_t> kMask(4096, 1);
-  std::vector<GroupToPack> to_pack;
-  std::int32_t sequence = 0;
-  for (const Group& group : groups) {
-    to_pack.push_back({group.prompt, {}});
-    for (const Ids& ids : group.completions) {
-      to_pack.back().completions.push_back({sequence++, ids, {kMask.data(), ids.size()}});
-    }
-  }
-  auto packed = PackMicroBatches(to_pack, max_tokens);
-  EXPECT_TRUE(packed.ok()) << packed.status();
-  return *std::move(packed);
-}
-
-// Two groups, one with completions longer than an attention tile.
-std::vector<Group> TwoGroups() {
-  return {{RandomIds(1, 9), {RandomIds(2, 5), RandomIds(3, 1), RandomIds(4, 12)}},
-          {RandomIds(5, 70), {RandomIds(6, 90), RandomIds(7, 3)}}};
-}
+using testing::TwoGroups;
 
 // A policy with its memory. The adapter starts with the values of `start` unless that is null.
 struct Policy {
@@ -86,32 +61,6 @@ struct Policy {
     return *std::move(scores);
   }
 };
-
-PolicyOptions AllLayers(int rank = 4, float scale = 0.5f) {
-  return {.rank = rank, .scale = scale, .targets = testing::AllLinearKinds()};
-}
-
-// Gradients for head rows that do not depend on how rows are packed: a function of (sequence, target position in the sequence).
-std::vector<double> RowGradients(const MicroBatch& batch, std::uint64_t seed) {
-  std::vector<double> values;
-  for (const PackedCompletion& completion : batch.completions) {
-    for (std::int32_t t = 0; t < completion.end - completion.begin; ++t) {
-      values.push_back(2 * RandomUniform(DeriveSeed(seed, static_cast<std::uint64_t>(completion.sequence_index)),
-                                         static_cast<std::uint64_t>(t)) -
-                       1);
-    }
-  }
-  return values;
-}
-
-double RelativeError(const std::vector<double>& a, const std::vector<double>& b) {
-  double difference = 0, norm = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    difference += (a[i] - b[i]) * (a[i] - b[i]);
-    norm += b[i] * b[i];
-  }
-  return std::sqrt(difference / norm);
-}
 
 std::vector<double> GradientOf(Policy& policy, const std::vector<MicroBatch>& batches, bool with_entropy = true) {
   EXPECT_TRUE(policy.model->ZeroGradients().ok());

@@ -40,7 +40,8 @@ const SmolLm2& Model() {
     auto* loaded = new SmolLm2{.config = (*source)->description().config, .layout = {}, .weights = nullptr};
     loaded->layout = WeightLayout::Create(loaded->config, StorageFormat::kFp32);
     loaded->weights = std::make_unique<AlignedBytes>(loaded->layout.total_bytes);
-    const absl::Status status = (*source)->LoadWeights(loaded->layout, Device::kCpu, loaded->weights->span(), [](std::uint64_t) {});
+    const absl::Status status =
+        (*source)->LoadWeights(loaded->layout, Device::kCpu, loaded->weights->span(), [](std::uint64_t) {});
     EXPECT_TRUE(status.ok()) << status;
     return loaded;
   }();
