@@ -67,6 +67,11 @@ class PoolGpuTest : public ::testing::Test {
     }
     return false;
   }
+  // Once it ends by itself; -1 otherwise.
+  static int ExitCodeOf(PoolProcess* process) {
+    const int status = process->Wait(absl::Seconds(30));
+    return status != -1 && WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
   // Of the card, all processes.
   static std::uint64_t UsedBytes() {
     const auto use = DriverMemory(Device::kCuda);
@@ -175,20 +180,18 @@ TEST_F(PoolGpuTest, SecondDaemonAddsAContextAndNoPool) {
 
 // CASES C34
 TEST_F(PoolGpuTest, StrictLeasesEndTheStrayProcessAndNoOther) {
-  StartPair({"strict=1"});
+  StartPair({"strict=1", "daemon=1"});
   ASSERT_EQ(rollout_->Ask("put 5 9"), "ok");
   EXPECT_EQ(rollout_->Ask("touch 5"), "ok");
   ASSERT_EQ(trainer_->Ask("acquire"), "trainer_server 2");
   EXPECT_EQ(trainer_->Ask("touch 5"), "ok");
   ASSERT_EQ(trainer_->Ask("release"), "ok");
   trainer_->Send("touch 5");
-  const int status = trainer_->Wait(absl::Seconds(30));
-  ASSERT_TRUE(WIFEXITED(status)) << status;
-  EXPECT_EQ(WEXITSTATUS(status), kPoisonedContextExitCode);
+  EXPECT_EQ(ExitCodeOf(trainer_.get()), kPoisonedContextExitCode);
   ASSERT_TRUE(AskUntil(rollout_.get(), "attached", "no"));
   EXPECT_EQ(rollout_->Ask("touch 5"), "ok");
   EXPECT_EQ(rollout_->Ask("get 5"), "1") << "byte 1 over 9";
-  trainer_ = Launch(v1::ROLE_TRAINER, {"strict=1"});
+  trainer_ = Launch(v1::ROLE_TRAINER, {"strict=1", "daemon=1"});
   ASSERT_EQ(trainer_->ReadLine(kStart), "ready joined");
   ASSERT_TRUE(absl::StartsWith(trainer_->Ask("acquire"), "trainer_server"));
   EXPECT_EQ(trainer_->Ask("touch 5"), "ok");
@@ -223,6 +226,14 @@ TEST_F(PoolGpuTest, SecondTransportSharesMemoryThatDiesWithItsMaker) {
   trainer_->Kill();
   EXPECT_EQ(rollout_->ReadLine(kStart), "ready made");
   EXPECT_EQ(rollout_->Ask("get 4"), "0");
+}
+
+TEST_F(PoolGpuTest, DaemonOfTheSecondTransportEndsWithItsMaker) {
+  const Words ipc = {"transport=cuda_ipc", "daemon=1"};
+  StartPair(ipc);
+  rollout_->Kill();
+  EXPECT_EQ(ExitCodeOf(trainer_.get()), 3);
+  StartPair(ipc);
 }
 
 TEST_F(PoolGpuTest, TransportsDoNotMixAndTheSecondHasNoStrictLeases) {

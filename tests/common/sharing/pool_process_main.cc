@@ -14,6 +14,7 @@
 #include <memory>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/numbers.h"
@@ -23,6 +24,7 @@
 #include "common/base/mutex.h"
 #include "common/base/units.h"
 #include "common/memory/lease_book.h"
+#include "common/rpc/daemon.h"
 #include "common/sharing/pool_member.h"
 #include "grpcpp/grpcpp.h"
 #include "tests/common/sharing/device_touch.h"
@@ -150,11 +152,7 @@ class Commands {
       const absl::Status copied = CopyToHost(member_->device(), &bits, region.data(), sizeof bits);
       return copied.ok() ? absl::StrCat(bits) : StatusText(copied);
     }
-    if (verb == "touch") {  // its first byte; a fault on a device ends the process as it would end a daemon
-      const absl::Status touched = testing::TouchByte(member_->device(), region.data());
-      if (!ContextHealth(member_->device()).ok()) std::_Exit(kPoisonedContextExitCode);
-      return StatusText(touched);
-    }
+    if (verb == "touch") return StatusText(testing::TouchByte(member_->device(), region.data()));  // its first byte, by a kernel
     if (verb == "put" && absl::SimpleAtoi(value, &bits)) {
       const volatile float number = std::bit_cast<float>(bits);  // through a float register, as a scale would go
       const float copy = number;
@@ -211,6 +209,35 @@ int Main(int argc, char** argv) {
     std::string line;
     std::getline(std::cin, line);
   }
+  Heard heard;
+  absl::Duration yield_time = absl::ZeroDuration();
+  const PoolEvents events{.on_peer_attached = [&](v1::Role, int) { heard.Add("attached"); },
+                          .on_peer_lost = [&](v1::Role) { heard.Add("lost"); },
+                          .on_yield_elastic =
+                              [&](v1::StreamMode, absl::Time) {
+                                heard.Add("yield");
+                                absl::SleepFor(yield_time);
+                                return absl::OkStatus();
+                              },
+                          .on_elastic_returned = [&] { heard.Add("returned"); }};
+  const std::string ready = (*member)->made_pool() ? "ready made" : "ready joined";
+  Commands commands(member->get(), &heard, &yield_time);
+  const auto run_commands = [&commands] {
+    for (std::string line; std::getline(std::cin, line);) Say(commands.Run(line));
+  };
+  if (words["daemon"] == "1") {  // served and watched as the real ones are
+    DaemonConfig config;
+    config.listen = words["listen"];
+    const std::unique_ptr<Metrics> metrics = Metrics::Create("").value();
+    return Daemon::Serve(
+        config, metrics.get(), member->get(), {(*member)->service()},
+        [&](int) {
+          (*member)->Offer(events);
+          Say(ready);
+          std::thread(run_commands).detach();
+        },
+        [] { return absl::OkStatus(); }, [&] { (*member)->Stop(); });
+  }
   grpc::ServerBuilder builder;
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddListeningPort(words["listen"], grpc::InsecureServerCredentials());
@@ -220,20 +247,9 @@ int Main(int argc, char** argv) {
     Say("failed to listen");
     return 3;
   }
-  Heard heard;
-  absl::Duration yield_time = absl::ZeroDuration();
-  (*member)->Offer({.on_peer_attached = [&](v1::Role, int) { heard.Add("attached"); },
-                    .on_peer_lost = [&](v1::Role) { heard.Add("lost"); },
-                    .on_yield_elastic =
-                        [&](v1::StreamMode, absl::Time) {
-                          heard.Add("yield");
-                          absl::SleepFor(yield_time);
-                          return absl::OkStatus();
-                        },
-                    .on_elastic_returned = [&] { heard.Add("returned"); }});
-  Say((*member)->made_pool() ? "ready made" : "ready joined");
-  Commands commands(member->get(), &heard, &yield_time);
-  for (std::string line; std::getline(std::cin, line);) Say(commands.Run(line));
+  (*member)->Offer(events);
+  Say(ready);
+  run_commands();
   (*member)->Stop();
   server->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(1)));
   return 0;
