@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/wait.h>
 
 #include <filesystem>
 #include <fstream>
@@ -98,9 +99,7 @@ TEST(PairTest, RewardRisesAndLedgersAddUpToOnePool) {
 
   // Same chunks in both processes, mapped shared: the weights exist once.
   // (Device memory shows in no map: tandem_pool_gpu_test weighs it by the driver's figures.)
-  if (TestDevice() == Device::kCpu) {
-    EXPECT_FALSE(PoolInodes(pair->pid(Half::kRollout)).empty());
-  }
+  if (TestDevice() == Device::kCpu) { EXPECT_FALSE(PoolInodes(pair->pid(Half::kRollout)).empty()); }
   EXPECT_EQ(PoolInodes(pair->pid(Half::kRollout)), PoolInodes(pair->pid(Half::kTrainer)));
   std::uint64_t pool_bytes[2] = {0, 0};
   v1::RolloutStatus rollout;
@@ -251,6 +250,37 @@ TEST(PairTest, JobStartsFromAnExportedAdapterWhichIsThenTheReference) {
   ASSERT_EQ(kl.size(), 6u);
   EXPECT_NEAR(kl.front(), 0, 1e-6) << "before its first update the policy is its reference";
   EXPECT_GT(kl.back(), 1e-5);
+}
+
+// Neither daemon touches the elastic range while the other has it: with strict leases it could not.
+TEST(PairTest, JobRunsUnderStrictLeases) {
+  auto pair = StartPair("strict", {"--strict_leases"});
+  const auto job = pair->Submit(TinyJob(5, 1), TinyRows(16));
+  ASSERT_TRUE(job.ok()) << job.status();
+  const auto end = pair->WaitForEnd(*job, absl::Seconds(120));
+  ASSERT_TRUE(end.ok()) << end.status() << pair->log(Half::kTrainer) << pair->log(Half::kRollout);
+  EXPECT_EQ(end->state(), v1::JOB_STATE_SUCCEEDED) << end->error();
+  EXPECT_TRUE(pair->IsAlive(Half::kRollout)) << pair->log(Half::kRollout);
+  EXPECT_TRUE(pair->IsAlive(Half::kTrainer)) << pair->log(Half::kTrainer);
+}
+
+TEST(PairTest, SecondTransportRunsTheJobAndItsSurvivorEndsWithAClearError) {
+  if (TestDevice() != Device::kCuda) GTEST_SKIP() << "device memory only";
+  auto pair = StartPair("ipc", {"--pool_transport=cuda_ipc"});
+  const auto job = pair->Submit(TinyJob(5, 1), TinyRows(16));
+  ASSERT_TRUE(job.ok()) << job.status();
+  const auto end = pair->WaitForEnd(*job, absl::Seconds(120));
+  ASSERT_TRUE(end.ok()) << end.status() << pair->log(Half::kTrainer) << pair->log(Half::kRollout);
+  EXPECT_EQ(end->state(), v1::JOB_STATE_SUCCEEDED) << end->error();
+  const bool rollout_made = pair->log(Half::kRollout).find("made pool=") != std::string::npos;
+  const Half maker = rollout_made ? Half::kRollout : Half::kTrainer;
+  const Half survivor = rollout_made ? Half::kTrainer : Half::kRollout;
+  pair->Kill(maker);
+  const int status = pair->Wait(survivor, absl::Seconds(30));
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 3) << status << pair->log(survivor);
+  EXPECT_THAT(pair->log(survivor), HasSubstr("the pool's memory died with"));
+  for (const Half half : {maker, survivor}) pair->Start(half);
+  for (const Half half : {maker, survivor}) EXPECT_TRUE(pair->WaitReady(half, absl::Seconds(60))) << pair->log(half);
 }
 
 // CASES C46: a daemon refuses a broken model by name and ends with its own exit code.

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <random>
 
+#include "common/base/units.h"
 #include "common/rpc/channel.h"
 #include "tests/support/tiny_model.h"
 #include "tests/system/daemon_pair.h"
@@ -191,6 +192,12 @@ std::uint64_t PoolBytes(DaemonPair* pair) {
   return bytes;
 }
 
+// Of the whole card; 0 on the CPU.
+std::uint64_t DeviceBytes() {
+  const auto use = DriverMemory(TestDevice());
+  return use.ok() ? use->total_bytes - use->free_bytes : 0;
+}
+
 // CASES C36, C40: a hundred phase switches and weight versions leave no descriptor, no memory and no change of the ledger behind.
 TEST(RecoveryTest, DescriptorsAndMemoryAreFlatOverAHundredSwitches) {
   constexpr std::uint32_t kWarmSteps = 40;
@@ -205,6 +212,7 @@ TEST(RecoveryTest, DescriptorsAndMemoryAreFlatOverAHundredSwitches) {
   int descriptors[2];
   std::uint64_t anonymous_kib[2];
   const std::uint64_t pool_bytes = PoolBytes(pair.get());
+  const std::uint64_t device_bytes = DeviceBytes();
   for (std::size_t i = 0; i < 2; ++i) {
     descriptors[i] = NumDescriptors(pair->pid(kBoth[i]));
     anonymous_kib[i] = AnonymousKib(pair->pid(kBoth[i]));
@@ -212,6 +220,12 @@ TEST(RecoveryTest, DescriptorsAndMemoryAreFlatOverAHundredSwitches) {
   ASSERT_LT(pair->GetJob(job)->step(), kSteps - 100u) << "too late to see a hundred switches";
   ExpectSucceeds(pair.get(), job);
   EXPECT_EQ(PoolBytes(pair.get()), pool_bytes);
+  if (TestDevice() == Device::kCuda) {
+    const std::uint64_t now_bytes = DeviceBytes();
+    std::printf("device memory in use: %s, after the job %s\n", FormatBytes(device_bytes).c_str(),
+                FormatBytes(now_bytes).c_str());
+    EXPECT_LT(std::max(now_bytes, device_bytes) - std::min(now_bytes, device_bytes), 32 * kMiB);
+  }
   for (std::size_t i = 0; i < 2; ++i) {
     // A call under way may hold a socket or two; under 100 KiB a cycle is allocator slack, not a leak of what a step holds.
     EXPECT_LE(NumDescriptors(pair->pid(kBoth[i])), descriptors[i] + 3);
