@@ -29,6 +29,19 @@ TEST(PoolPlan, LargePoolsTakeLargeChunks) {
   EXPECT_EQ(plan->num_chunks, 320u);
 }
 
+TEST(PoolPlan, ElasticRangeBeginsWithAChunkWhereThatIsAsked) {
+  PoolSizes sizes{.pool_bytes = 4 * kGiB, .weights_bytes = 101 * kMiB, .model_bytes = 1, .elastic_on_chunk = true};
+  const auto plan = PoolPlan::Create(sizes, 2 * kMiB);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->regions[4].range().begin_bytes() % plan->chunk_bytes, 0u);
+  EXPECT_TRUE(CheckRegions(plan->regions, 4 * kGiB, 2 * kMiB).ok());
+  EXPECT_GE(SizeOf(plan->regions[3]), 256 * kMiB) << "the trainer has what lies between";
+  sizes.pool_bytes = sizes.chunk_bytes = 512 * kMiB;  // one chunk: there is no other boundary
+  const auto one = PoolPlan::Create(sizes, 2 * kMiB);
+  ASSERT_TRUE(one.ok()) << one.status();
+  EXPECT_GT(SizeOf(one->regions[4]), 0u);
+}
+
 TEST(PoolPlan, RefusesWhatDoesNotFitByName) {
   const auto small = PoolPlan::Create({.pool_bytes = 128 * kMiB, .weights_bytes = 100 * kMiB}, 4096);
   EXPECT_EQ(small.status().code(), absl::StatusCode::kInvalidArgument);
