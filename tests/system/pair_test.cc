@@ -236,13 +236,15 @@ TEST(PairTest, JobStartsFromAnExportedAdapterWhichIsThenTheReference) {
   const auto exported = pair->Client(absl::StrCat("export ", first, " ", directory, "/adapter"));
   ASSERT_TRUE(exported.ok()) << exported.status();
   const std::string second =
-      run("second", "adapter { rank: 4 alpha: 8 start_path: \"adapter\" } loss { preset: LOSS_PRESET_DR_GRPO beta: 0.05 }");
+      run("second",
+          "adapter { rank: 4 alpha: 8 start_path: \"adapter\" } loss { preset: LOSS_PRESET_DR_GRPO beta: 0.05 } "
+          "rewards { name: \"short\" weight: 1 length { max_tokens: 12 cache_tokens: 11 } }");
 
   const auto before = lines(first), after = lines(second);
   ASSERT_FALSE(before.empty());
   ASSERT_FALSE(after.empty());
   // The same adapter, prompts and seeds: the same reward on the held-out set.
-  EXPECT_EQ(after.front().at("reward"), before.back().at("reward")) << after.front() << before.back();
+  EXPECT_EQ(after.front().at("rewards/ended/mean"), before.back().at("rewards/ended/mean")) << after.front() << before.back();
   std::vector<double> kl;
   for (const auto& row : after) {
     if (row.contains("kl")) kl.push_back(row["kl"]);
