@@ -1,4 +1,5 @@
-// Stands in for packed_attention.cu where the build has no device code.
+// Stands in for packed_attention.cu and attention_parts.cu where the build has no device code.
+#include "kernels/packed_attention/attention_parts.h"
 #include "kernels/packed_attention/packed_attention.h"
 
 namespace tandem {
@@ -6,6 +7,12 @@ namespace tandem {
 absl::Status PackedAttentionForward(const PackedAttentionParams&, void*) { return BuiltWithoutCuda("packed attention"); }
 absl::Status PackedAttentionBackward(const PackedAttentionBackwardParams&, void*) {
   return BuiltWithoutCuda("packed attention's backward pass");
+}
+absl::Status GatherRows(const GatherRowsParams&, void*) { return BuiltWithoutCuda("gathering of rows"); }
+absl::Status GatherLse(const GatherLseParams&, void*) { return BuiltWithoutCuda("gathering of log-sum-exps"); }
+absl::Status MergeAttention(const MergeAttentionParams&, void*) { return BuiltWithoutCuda("merging of attention"); }
+absl::Status SumAttentionGradients(const SumAttentionGradientsParams&, void*) {
+  return BuiltWithoutCuda("sum of attention's gradients");
 }
 
 }  // namespace tandem

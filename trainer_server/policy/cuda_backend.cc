@@ -157,6 +157,10 @@ std::unique_ptr<typename CudaBackend<T>::Plan> CudaBackend<T>::MakePlan(const Mi
   plan->indices = Upload(std::span<const std::int32_t>(arrays.values()));
   arrays.Place(plan->indices.data());
 
+  if constexpr (kDType == DType::kBf16) {
+    const FlashRows rows(batch);
+    if (rows.is_served && FlashAttention::Serves(config_)) plan->flash.emplace(config_, rows, stream_->handle());
+  }
   const std::int64_t num_positions = *std::max_element(batch.positions.begin(), batch.positions.end()) + 1;
   rope_.Ensure(num_positions);
   const auto table_size = static_cast<std::size_t>(num_positions * (config_.head_dim / 2));
@@ -317,12 +321,20 @@ PackedAttentionParams CudaBackend<T>::Attention(const Plan& plan, const T* qkv, 
 
 template <typename T>
 void CudaBackend<T>::AttentionForward(Plan* plan, const T* qkv, T* output, Sum* lse) {
+  if (plan->flash.has_value()) {
+    plan->flash->Forward(qkv, output, lse);
+    return;
+  }
   Check(PackedAttentionForward(Attention(*plan, qkv, output, lse), stream_->handle()));
 }
 
 template <typename T>
 void CudaBackend<T>::AttentionBackward(Plan* plan, const T* qkv, const T* output, const Sum* lse, const T* grad_output,
                                        T* grad_qkv) {
+  if (plan->flash.has_value()) {
+    plan->flash->Backward(qkv, output, lse, grad_output, grad_qkv);
+    return;
+  }
   const Buffer<float> delta(plan->num_rows * config_.num_heads);
   Check(PackedAttentionBackward({.forward = Attention(*plan, qkv, const_cast<T*>(output), const_cast<Sum*>(lse)),
                                  .grad_output = grad_output,

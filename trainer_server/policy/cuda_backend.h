@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <type_traits>
 #include <vector>
@@ -22,6 +23,7 @@
 #include "kernels/packed_attention/packed_attention.h"
 #include "kernels/row_ops/row_ops.h"
 #include "trainer_server/batch/micro_batch.h"
+#include "trainer_server/policy/flash_attention.h"
 #include "trainer_server/policy/linear_logprob.h"
 #include "trainer_server/policy/network_weights.h"
 
@@ -48,7 +50,8 @@ class CudaBackend {
     const std::int32_t* head_offsets = nullptr;  // [num_hidden_rows + 1]: head rows of each hidden row, in head_members
     const std::int32_t* head_members = nullptr;  // [num_head_rows]
     PackedRows packed_rows;
-    Buffer<float> cosines, sines;  // [positions, head_dim / 2]
+    Buffer<float> cosines, sines;         // [positions, head_dim / 2]
+    std::optional<FlashAttention> flash;  // where it serves
   };
 
   // `head`: weight on the device; its tiles are upper bounds, 0: the backend's own. `stream` and `gemm` outlive the

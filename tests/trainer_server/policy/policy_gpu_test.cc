@@ -389,6 +389,77 @@ TEST_F(PolicyGpuTest, AMicroBatchBeyondTheLeaseIsResourceExhaustedAndTheNextOneR
   EXPECT_FALSE(policy.Score(Pack(TwoGroups()).front()).empty());
 }
 
+// ------------------------------------------------------------------------------------------------------------------- attention
+
+// LibTorch's flash attention in two merged calls against the own kernel in fp32, on the same bf16 values.
+TEST_F(PolicyGpuTest, FlashAttentionEqualsTheOwnKernel) {
+  struct Shape {
+    int heads, kv_heads, head_dim;
+  };
+  std::vector<Group> groups = TwoGroups();
+  groups.push_back({RandomIds(8, 300), {RandomIds(9, 1)}});
+  groups.push_back({RandomIds(10, 1), {RandomIds(11, 257), RandomIds(12, 128)}});
+  MicroBatch batch = Pack(groups).front();
+  batch.token_ids.resize(batch.token_ids.size() + 5, 3);  // rows of nothing
+  batch.positions.resize(batch.token_ids.size(), 0);
+  const auto rows = static_cast<std::int64_t>(batch.token_ids.size());
+  for (const Shape& shape : {Shape{4, 2, 16}, Shape{9, 3, 64}, Shape{4, 4, 64}, Shape{8, 1, 128}, Shape{4, 1, 256}}) {
+    SCOPED_TRACE(absl::StrCat(shape.heads, " heads over ", shape.kv_heads, " of ", shape.head_dim));
+    ModelConfig config = testing::TinyConfig();
+    config.num_heads = shape.heads;
+    config.num_kv_heads = shape.kv_heads;
+    config.head_dim = shape.head_dim;
+    CudaBackend<Bf16> backend(config, {}, stream_.get(), gemm_.get());
+    const auto plan = backend.MakePlan(batch);
+    ASSERT_TRUE(plan->flash.has_value());
+    const std::int64_t q = config.q_size(), width = q + 2 * config.kv_size();
+    const auto random = [](std::int64_t count, std::uint64_t seed, std::vector<float>* exact) {
+      std::vector<std::uint16_t> values;
+      for (std::int64_t i = 0; i < count; ++i) {
+        values.push_back(FloatToBf16(static_cast<float>(4 * RandomUniform(seed, static_cast<std::uint64_t>(i)) - 2)));
+        exact->push_back(Bf16ToFloat(values.back()));
+      }
+      return values;
+    };
+    std::vector<float> exact_qkv, exact_grad;
+    const std::vector<std::uint16_t> qkv = random(rows * width, 1, &exact_qkv), grad = random(rows * q, 2, &exact_grad);
+    DeviceBytes in(qkv.size() * 2), grad_in(grad.size() * 2), exact_in(qkv.size() * 4), exact_grad_in(grad.size() * 4);
+    ASSERT_TRUE(in.Upload(qkv.data(), qkv.size() * 2).ok() && grad_in.Upload(grad.data(), grad.size() * 2).ok());
+    ASSERT_TRUE(exact_in.Upload(exact_qkv.data(), qkv.size() * 4).ok());
+    ASSERT_TRUE(exact_grad_in.Upload(exact_grad.data(), grad.size() * 4).ok());
+    DeviceBytes out(grad.size() * 2), grad_out(qkv.size() * 2), exact_out(grad.size() * 4), exact_grad_out(qkv.size() * 4);
+    const Buffer<float, Device::kCuda> lse(rows * shape.heads), exact_lse(rows * shape.heads), delta(rows * shape.heads);
+    plan->flash->Forward(in.data(), out.data(), lse.data());
+    plan->flash->Backward(in.data(), out.data(), lse.data(), grad_in.data(), grad_out.data());
+    const PackedAttentionParams own{.dtype = DType::kFp32,
+                                    .rows = plan->packed_rows,
+                                    .num_heads = shape.heads,
+                                    .num_kv_heads = shape.kv_heads,
+                                    .head_dim = shape.head_dim,
+                                    .qkv = exact_in.data(),
+                                    .output = exact_out.data(),
+                                    .lse = exact_lse.data()};
+    ASSERT_TRUE(PackedAttentionForward(own, stream_->handle()).ok());
+    ASSERT_TRUE(
+        PackedAttentionBackward({own, exact_grad_in.data(), delta.data(), exact_grad_out.data()}, stream_->handle()).ok());
+    const absl::Status fenced = stream_->Synchronize();
+    ASSERT_TRUE(fenced.ok()) << fenced;
+    const auto compare = [](const DeviceBytes& rounded, const DeviceBytes& exact, const char* what) {
+      std::vector<std::uint16_t> bits(rounded.span().size() / 2);
+      std::vector<float> floats(exact.span().size() / 4);
+      ASSERT_TRUE(CopyToHost(Device::kCuda, bits.data(), rounded.data(), bits.size() * 2).ok());
+      ASSERT_TRUE(CopyToHost(Device::kCuda, floats.data(), exact.data(), floats.size() * 4).ok());
+      std::vector<double> a, b;
+      for (const std::uint16_t value : bits) a.push_back(Bf16ToFloat(value));
+      for (const float value : floats) b.push_back(value);
+      std::printf("flash %s: relative error %.2e, largest difference %.2e\n", what, RelativeError(a, b), LargestDifference(a, b));
+      EXPECT_LT(RelativeError(a, b), 1e-2) << what;
+    };
+    compare(out, exact_out, "output");
+    compare(grad_out, exact_grad_out, "gradient");
+  }
+}
+
 // ------------------------------------------------------------------------------------------------------------------- the head
 
 using Json = nlohmann::json;
