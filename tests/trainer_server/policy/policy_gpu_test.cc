@@ -44,6 +44,15 @@ void RoundWeights(const TinyModel& model) {
   }
 }
 
+// Every matrix times `factor`: wider models have smaller weights.
+void ScaleMatrices(const TinyModel& model, float factor) {
+  for (const TensorPlace* place : model.layout.Tensors()) {
+    if (place->shape.size() != 2) continue;
+    float* values = model.Weight(*place);
+    for (std::uint64_t i = 0; i < place->size_bytes / sizeof(float); ++i) values[i] *= factor;
+  }
+}
+
 // The same weights in another format's layout.
 std::vector<std::byte> InFormat(const TinyModel& model, const WeightLayout& layout) {
   std::vector<std::byte> bytes(layout.total_bytes);
@@ -223,6 +232,7 @@ TEST_F(PolicyGpuTest, Bf16FollowsTheCpuOnTheSameWeights) {
   wide.vocab_size = 512;
   for (const ModelConfig& config : {testing::TinyConfig(), wide}) {
     const TinyModel base(config);
+    ScaleMatrices(base, 8 / std::sqrt(static_cast<float>(config.hidden_size)));
     RoundWeights(base);
     const TinyAdapter adapter(base.config, 4, testing::AllLinearKinds(), 0.05f, 3);
     for (const bool with_entropy : {false, true}) {
@@ -241,6 +251,41 @@ TEST_F(PolicyGpuTest, Bf16FollowsTheCpuOnTheSameWeights) {
       EXPECT_LT(mean, 0.02);
       EXPECT_GE(cosine, 0.999);
     }
+  }
+}
+
+// SmolLM2's sizes, of fewer layers: several tiles of the vocabulary, heads of 64 in groups of three.
+TEST_F(PolicyGpuTest, FollowsTheCpuInTheShapeOfSmolLm2) {
+  ModelConfig config = testing::TinyConfig();
+  config.num_layers = 4;
+  config.hidden_size = 576;
+  config.intermediate_size = 1536;
+  config.num_heads = 9;
+  config.num_kv_heads = 3;
+  config.head_dim = 64;
+  config.vocab_size = 49152;
+  config.rope_theta = 100000;
+  const TinyModel base(config);
+  ScaleMatrices(base, 1.f / 3);
+  RoundWeights(base);
+  const TinyAdapter adapter(base.config, 8, testing::AllLinearKinds(), 0.05f, 3);
+  const PolicyOptions options = AllLayers(8, 0.05f);
+  const std::vector<MicroBatch> batches = Pack(TwoGroups());
+  const Result cpu = CpuPolicy(base, options, adapter).Run(batches, false);
+  for (const StorageFormat format : {StorageFormat::kFp32, StorageFormat::kBf16}) {
+    const bool is_fp32 = format == StorageFormat::kFp32;
+    const Result gpu = GpuPolicy(base, format, options, adapter, device()).Run(batches, false);
+    double mean = 0;
+    for (std::size_t i = 0; i < cpu.scores.logprobs.size(); ++i) {
+      mean += std::abs(cpu.scores.logprobs[i] - gpu.scores.logprobs[i]) / static_cast<double>(cpu.scores.logprobs.size());
+    }
+    const double logprob = LargestDifference(cpu.scores.logprobs, gpu.scores.logprobs),
+                 cosine = Cosine(cpu.gradient, gpu.gradient);
+    std::printf("SmolLM2's shape, %s: log-probs largest %.2e mean %.2e, gradient cosine 1 - %.2e, relative %.2e\n",
+                StorageFormatName(format), logprob, mean, 1 - cosine, RelativeError(gpu.gradient, cpu.gradient));
+    EXPECT_LT(logprob, is_fp32 ? 1e-4 : 0.2);
+    EXPECT_LT(mean, is_fp32 ? 1e-5 : 0.02);
+    EXPECT_GE(cosine, is_fp32 ? 0.99999 : 0.999);
   }
 }
 
