@@ -132,6 +132,7 @@ class CudaMemory final : public PoolMemory {
                                                      " bytes: wanted at least one, of a multiple of ", granularity_, " bytes"));
     std::vector<ChunkHandle> handles = std::exchange(made_, {});
     if (handles.size() != chunks.size()) handles.clear();
+    const bool is_imported = handles.empty();
     handles.reserve(chunks.size());
     for (std::size_t i = handles.size(); i < chunks.size(); ++i) {
       CUmemGenericAllocationHandle handle = 0;
@@ -148,7 +149,11 @@ class CudaMemory final : public PoolMemory {
         !reserved.ok())
       return absl::ResourceExhaustedError(reserved.message());
     auto mapping = std::make_unique<CudaMapping>(driver_, base, chunk_bytes, std::move(handles));
-    TANDEM_RETURN_IF_ERROR(mapping->Protect(0, size, Access::kReadWrite));
+    const absl::Status mapped = mapping->Protect(0, size, Access::kReadWrite);
+    // The driver tells nobody the size of an imported chunk; it refuses to map it with another one.
+    if (is_imported && !mapped.ok() && !absl::IsResourceExhausted(mapped) && ContextHealth(Device::kCuda).ok())
+      return absl::InvalidArgumentError(absl::StrCat(mapped.message(), ": the chunk received has another size"));
+    TANDEM_RETURN_IF_ERROR(mapped);
     return std::unique_ptr<PoolMapping>(std::move(mapping));
   }
 

@@ -75,6 +75,7 @@ TEST_F(CudaChunks, RefusesDescriptorsThatAreNoChunk) {
       << memory_->Map(wrong, kChunk).status();
   auto chunks = memory_->CreateChunks(1, kChunk);
   ASSERT_TRUE(chunks.ok());
+  ASSERT_TRUE(memory_->Map(*chunks, kChunk).ok()) << "the maker's own handles; from now on they are imported";
   const absl::Status larger = memory_->Map(*chunks, 2 * kChunk).status();
   EXPECT_EQ(larger.code(), absl::StatusCode::kInvalidArgument) << larger;
   EXPECT_EQ(memory_->Map(*chunks, kChunk + 1).status().code(), absl::StatusCode::kInvalidArgument);

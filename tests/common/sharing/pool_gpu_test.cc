@@ -149,10 +149,15 @@ TEST_F(PoolGpuTest, ThreeHundredAndTwentyChunksTravelUnderALowDescriptorLimit) {
   EXPECT_TRUE(absl::StrContains(trainer_->Ask("manifest"), " 320x2097152 ")) << trainer_->Ask("manifest");
   ASSERT_EQ(rollout_->Ask("put 5 3"), "ok");
   EXPECT_EQ(trainer_->Ask("get 5"), "3");
-  const std::string descriptors = trainer_->Ask("descriptors");
-  EXPECT_EQ(trainer_->Ask("acquire"), "trainer_server 2");
+  EXPECT_EQ(trainer_->Ask("acquire"), "trainer_server 2");  // the first call opens the connection that later ones use
   EXPECT_EQ(trainer_->Ask("release"), "ok");
-  EXPECT_EQ(trainer_->Ask("descriptors"), descriptors);
+  const std::string rollout_descriptors = rollout_->Ask("descriptors"), trainer_descriptors = trainer_->Ask("descriptors");
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_EQ(trainer_->Ask("acquire"), absl::StrCat("trainer_server ", 2 * i + 4));
+    EXPECT_EQ(trainer_->Ask("release"), "ok");
+  }
+  EXPECT_EQ(rollout_->Ask("descriptors"), rollout_descriptors);
+  EXPECT_EQ(trainer_->Ask("descriptors"), trainer_descriptors);
 }
 
 TEST_F(PoolGpuTest, SecondDaemonAddsAContextAndNoPool) {

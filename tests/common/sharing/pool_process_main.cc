@@ -229,7 +229,7 @@ int Main(int argc, char** argv) {
     DaemonConfig config;
     config.listen = words["listen"];
     const std::unique_ptr<Metrics> metrics = Metrics::Create("").value();
-    return Daemon::Serve(
+    const int code = Daemon::Serve(
         config, metrics.get(), member->get(), {(*member)->service()},
         [&](int) {
           (*member)->Offer(events);
@@ -237,6 +237,7 @@ int Main(int argc, char** argv) {
           std::thread(run_commands).detach();
         },
         [] { return absl::OkStatus(); }, [&] { (*member)->Stop(); });
+    ::_exit(code);  // the other thread holds the lock of stdin, for which an exit in order may wait
   }
   grpc::ServerBuilder builder;
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
