@@ -2,8 +2,6 @@
 // at the first, the middle and the last context length of a case, whose time grows linearly with the context between them.
 // Weights are random; speed does not depend on their values. Prints ms a step, tokens a second over the whole case, bytes that a
 // step has to read, and the share of the read sweep that the same run measured.
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -18,8 +16,8 @@
 #include "absl/time/clock.h"
 #include "common/base/random.h"
 #include "common/base/units.h"
-#include "common/gpu/cuda_status.h"
 #include "common/model/weight_codecs.h"
+#include "rollout_server/bench/bench_memory.h"
 #include "rollout_server/bench/read_sweep.h"
 #include "rollout_server/model/decoder_model.h"
 #include "rollout_server/sample/sampler.h"
@@ -63,37 +61,6 @@ absl::StatusOr<ModelConfig> ShapeByName(const std::string& name) {
   }
   return absl::InvalidArgumentError(absl::StrCat("--shape=", name, " is not llama-3.1-8b or smollm2-135m"));
 }
-
-class BenchMemory {
- public:
-  static absl::StatusOr<std::unique_ptr<BenchMemory>> Create(std::uint64_t size_bytes) {
-    void* data = nullptr;
-    TANDEM_RETURN_IF_ERROR(CudaToStatus(cudaMalloc(&data, std::max<std::uint64_t>(size_bytes, 1)), "bench memory"));
-    auto memory = std::unique_ptr<BenchMemory>(new BenchMemory(static_cast<std::byte*>(data), size_bytes));
-    TANDEM_RETURN_IF_ERROR(ZeroMemory(Device::kCuda, data, size_bytes));
-    return memory;
-  }
-  ~BenchMemory() { cudaFree(data_); }
-  BenchMemory(const BenchMemory&) = delete;
-  BenchMemory& operator=(const BenchMemory&) = delete;
-  std::span<std::byte> span() const { return {data_, size_bytes_}; }
-  // The pattern, over and over.
-  absl::Status Fill(const void* pattern, std::uint64_t pattern_bytes) const {
-    std::uint64_t done = std::min(pattern_bytes, size_bytes_);
-    TANDEM_RETURN_IF_ERROR(CopyFromHost(Device::kCuda, data_, pattern, done));
-    while (done < size_bytes_) {
-      const std::uint64_t next = std::min(done, size_bytes_ - done);
-      TANDEM_RETURN_IF_ERROR(CopyOnDevice(Device::kCuda, data_ + done, data_, next));
-      done += next;
-    }
-    return absl::OkStatus();
-  }
-
- private:
-  BenchMemory(std::byte* data, std::uint64_t size_bytes) : data_(data), size_bytes_(size_bytes) {}
-  std::byte* const data_;
-  const std::uint64_t size_bytes_;
-};
 
 constexpr std::size_t kPatternValues = (std::size_t{1} << 22) + 64;  // no multiple of any row
 float PatternValue(std::size_t i) { return static_cast<float>((RandomUniform(1, i) * 2 - 1) * 0.03); }
@@ -245,28 +212,32 @@ absl::Status RunBench() {
   }
   std::vector<std::uint16_t> pattern(kPatternValues);
   for (std::size_t i = 0; i < pattern.size(); ++i) pattern[i] = FloatToBf16(PatternValue(i));
-  TANDEM_ASSIGN_OR_RETURN(const auto weights, BenchMemory::Create(bench.layout.total_bytes));
+  TANDEM_ASSIGN_OR_RETURN(const auto weights, BenchMemory::Create(Device::kCuda, bench.layout.total_bytes));
   TANDEM_RETURN_IF_ERROR(weights->Fill(pattern.data(), pattern.size() * sizeof(pattern[0])));
 
   DecoderModelOptions options;
   options.device = Device::kCuda;
+  options.weight_format = bench.layout.format;
   options.kv_dtype = DType::kBf16;
   options.block_tokens = kBlockTokens;
   options.num_blocks = num_blocks;
   options.max_batch_tokens = kMaxBatchTokens;
   options.max_adapters = absl::GetFlag(FLAGS_rank) > 0 ? 1 : 0;
   options.max_adapter_rank = absl::GetFlag(FLAGS_rank);
-  TANDEM_ASSIGN_OR_RETURN(const auto workspace, BenchMemory::Create(DecoderModel::WorkspaceBytes(bench.config, options)));
+  TANDEM_ASSIGN_OR_RETURN(const auto workspace,
+                          BenchMemory::Create(Device::kCuda, DecoderModel::WorkspaceBytes(bench.config, options)));
   options.workspace = workspace->span();
-  TANDEM_ASSIGN_OR_RETURN(const auto cache,
-                          BenchMemory::Create(static_cast<std::uint64_t>(num_blocks) *
-                                              DecoderModel::BlockBytes(bench.config, kBlockTokens, DType::kBf16)));
+  TANDEM_ASSIGN_OR_RETURN(
+      const auto cache,
+      BenchMemory::Create(Device::kCuda, static_cast<std::uint64_t>(num_blocks) *
+                                             DecoderModel::BlockBytes(bench.config, kBlockTokens, DType::kBf16)));
   TANDEM_ASSIGN_OR_RETURN(const auto model,
                           DecoderModel::Create(bench.config, bench.layout, weights->span().data(), cache->span(), options));
   bench.model = model.get();
   SamplerOptions sampler_options = {
       .device = Device::kCuda, .vocab_size = bench.config.vocab_size, .max_rows = options.max_sequences};
-  TANDEM_ASSIGN_OR_RETURN(const auto sampler_memory, BenchMemory::Create(Sampler::WorkspaceBytes(sampler_options)));
+  TANDEM_ASSIGN_OR_RETURN(const auto sampler_memory,
+                          BenchMemory::Create(Device::kCuda, Sampler::WorkspaceBytes(sampler_options)));
   sampler_options.workspace = sampler_memory->span();
   TANDEM_ASSIGN_OR_RETURN(const auto sampler, Sampler::Create(sampler_options));
   bench.sampler = sampler.get();
@@ -279,7 +250,7 @@ absl::Status RunBench() {
     adapter_layout = AdapterLayout::Create(bench.config, absl::GetFlag(FLAGS_rank), targets);
     std::vector<float> values(kPatternValues);
     for (std::size_t i = 0; i < values.size(); ++i) values[i] = PatternValue(i);
-    TANDEM_ASSIGN_OR_RETURN(slot, BenchMemory::Create(adapter_layout.total_bytes));
+    TANDEM_ASSIGN_OR_RETURN(slot, BenchMemory::Create(Device::kCuda, adapter_layout.total_bytes));
     TANDEM_RETURN_IF_ERROR(slot->Fill(values.data(), values.size() * sizeof(values[0])));
     bench.adapter = {.slot = slot->span().data(), .layout = &adapter_layout, .scale = 2.f, .activation_id = 1};
   }
