@@ -64,9 +64,11 @@ struct DeviceOptions {
   SamplerOptions sampler;
 };
 
-absl::StatusOr<DeviceOptions> PlanDevice(const PoolMember& pool, const ModelConfig& config, int block_tokens) {
+absl::StatusOr<DeviceOptions> PlanDevice(const PoolMember& pool, const ModelDescription& description, int block_tokens) {
+  const ModelConfig& config = description.config;
   DeviceOptions options;
   options.model.device = pool.device();
+  options.model.weight_format = description.format;
   options.model.kv_dtype = pool.device() == Device::kCuda ? DType::kBf16 : DType::kFp32;
   options.model.block_tokens = block_tokens;
   const std::uint64_t block_bytes = DecoderModel::BlockBytes(config, block_tokens, options.model.kv_dtype);
@@ -115,7 +117,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   if (block_tokens < 1 || block_tokens > 1024) {
     return absl::InvalidArgumentError(absl::StrCat("--block_tokens=", block_tokens, " is not in 1 to 1024"));
   }
-  TANDEM_ASSIGN_OR_RETURN(const DeviceOptions device_options, PlanDevice(*pool, description.config, block_tokens));
+  TANDEM_ASSIGN_OR_RETURN(const DeviceOptions device_options, PlanDevice(*pool, description, block_tokens));
   const int num_blocks = device_options.model.num_blocks;
   const std::uint64_t block_bytes = DecoderModel::BlockBytes(description.config, block_tokens, device_options.model.kv_dtype);
   const WeightLayout layout = WeightLayout::Create(description.config, description.format);

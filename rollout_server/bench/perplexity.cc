@@ -114,6 +114,7 @@ absl::Status Run() {
   const int window = absl::GetFlag(FLAGS_window);
   DecoderModelOptions options;
   options.device = device;
+  options.weight_format = layout.format;
   options.kv_dtype = device == Device::kCpu ? DType::kFp32 : kv_name == "fp8" ? DType::kFp8E4m3 : DType::kBf16;
   options.block_tokens = kBlockTokens;
   options.num_blocks = (window + kBlockTokens - 1) / kBlockTokens;

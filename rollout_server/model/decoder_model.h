@@ -40,7 +40,8 @@ struct StepBatch {
 
 struct DecoderModelOptions {
   Device device = Device::kCpu;
-  DType kv_dtype = DType::kFp32;  // kFp32 on the CPU, kBf16 on the GPU
+  StorageFormat weight_format = StorageFormat::kFp32;  // the layout's: kFp32 on the CPU, any other on the GPU
+  DType kv_dtype = DType::kFp32;                       // kFp32 on the CPU, kBf16 on the GPU
   int block_tokens = 16;
   int num_blocks = 0;
   // The largest step, on the GPU: the CPU's activations grow with the step.
@@ -70,7 +71,7 @@ class DecoderModel {
   static std::uint64_t BlockBytes(const ModelConfig& config, int block_tokens, DType kv_dtype);
   // 0 on the CPU.
   static std::uint64_t WorkspaceBytes(const ModelConfig& config, const DecoderModelOptions& options);
-  // `weights` as `layout` says (fp32 on the CPU, bf16 on the GPU) and `kv_cache` (>= num_blocks x BlockBytes) lie in the pool, on
+  // `weights` as `layout` says and `kv_cache` (>= num_blocks x BlockBytes) lie in the pool, on
   // `options.device`, and outlive the model. Errors: INVALID_ARGUMENT (model, sizes, types), UNIMPLEMENTED (no device code).
   static absl::StatusOr<std::unique_ptr<DecoderModel>> Create(const ModelConfig& config, const WeightLayout& layout,
                                                               const std::byte* weights, std::span<std::byte> kv_cache,

@@ -51,7 +51,11 @@ TEST(FamilyGoldenGpuTest, PrefillAndDecodeGiveTheLogitsOfTransformers) {
   for (const char* family : testing::kGoldenFamilies) {
     SCOPED_TRACE(family);
     const FamilyGolden golden = testing::LoadFamilyGolden(family, StorageFormat::kBf16);
-    DecoderModelOptions options{.device = Device::kCuda, .kv_dtype = DType::kBf16, .block_tokens = 16, .num_blocks = 4};
+    DecoderModelOptions options{.device = Device::kCuda,
+                                .weight_format = StorageFormat::kBf16,
+                                .kv_dtype = DType::kBf16,
+                                .block_tokens = 16,
+                                .num_blocks = 4};
     const std::vector<std::byte> cache_bytes(4 * DecoderModel::BlockBytes(golden.config, 16, DType::kBf16));
     const std::vector<std::byte> workspace_bytes(DecoderModel::WorkspaceBytes(golden.config, options));
     const auto weights = OnDevice(golden.weights->span()), cache = OnDevice(cache_bytes), workspace = OnDevice(workspace_bytes);
