@@ -157,15 +157,14 @@ BenchCase GemmCase(Gemm* gemm, const char* layer, std::int64_t m, std::int64_t n
 
 BenchCase RmsNormCase(std::int64_t rows, std::int64_t width, const BenchMemory& weight) {
   const std::int64_t count = rows * width;
-  return {.kernel = "rms_norm + residual",
+  return {.kernel = "rms_norm",
           .shape = absl::StrCat("[", rows, ", ", width, "]"),
           .footprint_bytes = 3 * Cursor::BytesOf(count),
-          .moved_bytes = 4.0 * static_cast<double>(count) * static_cast<double>(ElementBytes(kType)),
+          .moved_bytes = 3.0 * static_cast<double>(count) * static_cast<double>(ElementBytes(kType)),
           .launch = [=, weight_begin = weight.begin()](std::byte* memory, void* stream) {
             Cursor cursor(memory);
-            RmsNormParams params{.dtype = kType, .input = cursor.Take(count), .weight = weight_begin};
-            params.sum = cursor.Take(count);
-            params.residual = params.sum;
+            RmsNormParams params{.dtype = kType, .weight = weight_begin};
+            params.input = static_cast<const float*>(cursor.Take(2 * count));
             params.output = cursor.Take(count);
             params.num_rows = rows;
             params.width = width;
@@ -178,13 +177,14 @@ BenchCase RmsNormBackwardCase(std::int64_t rows, std::int64_t width, const Bench
   const std::int64_t count = rows * width;
   return {.kernel = "rms_norm backward",
           .shape = absl::StrCat("[", rows, ", ", width, "]"),
-          .footprint_bytes = 3 * Cursor::BytesOf(count),
-          .moved_bytes = 4.0 * static_cast<double>(count) * static_cast<double>(ElementBytes(kType)),
+          .footprint_bytes = 5 * Cursor::BytesOf(count),
+          .moved_bytes = 7.0 * static_cast<double>(count) * static_cast<double>(ElementBytes(kType)),
           .launch = [=, weight_begin = weight.begin()](std::byte* memory, void* stream) {
             Cursor cursor(memory);
-            RmsNormBackwardParams params{.dtype = kType, .input = cursor.Take(count), .weight = weight_begin};
+            RmsNormBackwardParams params{.dtype = kType, .weight = weight_begin};
+            params.input = static_cast<const float*>(cursor.Take(2 * count));
             params.grad_output = cursor.Take(count);
-            params.grad_input = cursor.Take(count);
+            params.grad_input = static_cast<float*>(cursor.Take(2 * count));
             params.num_rows = rows;
             params.width = width;
             params.epsilon = 1e-5f;

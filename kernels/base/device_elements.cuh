@@ -20,26 +20,22 @@ __device__ inline float AsFloat(__nv_bfloat16 value) { return __bfloat162float(v
 __device__ inline void SetElement(float* element, float value) { *element = value; }
 __device__ inline void SetElement(__nv_bfloat16* element, float value) { *element = __float2bfloat16_rn(value); }
 
-// The value as an array of T would hold it.
-template <typename T>
-__device__ float RoundTo(float value) {
-  T element;
-  SetElement(&element, value);
-  return AsFloat(element);
-}
-
-// kCount is 1, or the number of elements in a packet, at an address that is a multiple of kPacketBytes.
+// kCount is 1, or the number of elements in one packet or more, at an address that is a multiple of kPacketBytes.
 template <typename T, int kCount>
 __device__ void LoadFloats(const T* source, float (&values)[kCount]) {
   if constexpr (kCount == 1) {
     values[0] = AsFloat(*source);
   } else {
-    static_assert(kCount * sizeof(T) == kPacketBytes);
-    const uint4 packet = *reinterpret_cast<const uint4*>(source);
-    T elements[kCount];
-    memcpy(elements, &packet, kPacketBytes);
+    constexpr int kPerPacket = kPacketBytes / sizeof(T);
+    static_assert(kCount % kPerPacket == 0);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = AsFloat(elements[i]);
+    for (int first = 0; first < kCount; first += kPerPacket) {
+      const uint4 packet = *reinterpret_cast<const uint4*>(source + first);
+      T elements[kPerPacket];
+      memcpy(elements, &packet, kPacketBytes);
+#pragma unroll
+      for (int i = 0; i < kPerPacket; ++i) values[first + i] = AsFloat(elements[i]);
+    }
   }
 }
 
@@ -48,13 +44,17 @@ __device__ void StoreFloats(T* destination, const float (&values)[kCount]) {
   if constexpr (kCount == 1) {
     SetElement(destination, values[0]);
   } else {
-    static_assert(kCount * sizeof(T) == kPacketBytes);
-    T elements[kCount];
+    constexpr int kPerPacket = kPacketBytes / sizeof(T);
+    static_assert(kCount % kPerPacket == 0);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) SetElement(&elements[i], values[i]);
-    uint4 packet;
-    memcpy(&packet, elements, kPacketBytes);
-    *reinterpret_cast<uint4*>(destination) = packet;
+    for (int first = 0; first < kCount; first += kPerPacket) {
+      T elements[kPerPacket];
+#pragma unroll
+      for (int i = 0; i < kPerPacket; ++i) SetElement(&elements[i], values[first + i]);
+      uint4 packet;
+      memcpy(&packet, elements, kPacketBytes);
+      *reinterpret_cast<uint4*>(destination + first) = packet;
+    }
   }
 }
 

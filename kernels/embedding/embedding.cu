@@ -1,5 +1,5 @@
-// A thread copies one packet of 16 bytes, or one element where addresses or widths do not allow it. Bytes moved: 2 e num_rows
-// width. Bound by memory.
+// A thread widens one packet of 16 bytes of the table, or one element where addresses or widths do not allow it. Bytes moved,
+// with e the table's bytes: (e + 4) num_rows width. Bound by memory.
 #include <cuda_runtime.h>
 
 #include "common/gpu/cuda_status.h"
@@ -9,22 +9,15 @@
 namespace tandem {
 namespace {
 
-template <typename Packet>
-__global__ void EmbeddingKernel(const Packet* __restrict__ table, const std::uint32_t* __restrict__ token_ids,
-                                Packet* __restrict__ output, std::int64_t packets_per_row, unsigned blocks_per_row) {
+template <typename T, int kCount>
+__global__ void EmbeddingKernel(const T* __restrict__ table, const std::uint32_t* __restrict__ token_ids,
+                                float* __restrict__ output, std::int64_t width, unsigned blocks_per_row) {
   const RowPlace place = PlaceInRow(blocks_per_row);
-  if (place.packet >= packets_per_row) return;
-  const auto token_id = static_cast<std::int64_t>(token_ids[place.row]);
-  output[place.row * packets_per_row + place.packet] = table[token_id * packets_per_row + place.packet];
-}
-
-template <typename Packet>
-void Launch(const EmbeddingParams& params, std::int64_t row_bytes, cudaStream_t stream) {
-  const std::int64_t packets_per_row = row_bytes / static_cast<std::int64_t>(sizeof(Packet));
-  const RowGrid grid = RowGridFor(params.num_rows, packets_per_row);
-  EmbeddingKernel<<<grid.blocks, grid.threads, 0, stream>>>(static_cast<const Packet*>(params.table), params.token_ids,
-                                                            static_cast<Packet*>(params.output), packets_per_row,
-                                                            grid.blocks_per_row);
+  const std::int64_t i = place.packet * kCount;
+  if (i >= width) return;
+  float values[kCount];
+  LoadFloats(table + static_cast<std::int64_t>(token_ids[place.row]) * width + i, values);
+  StoreFloats(output + place.row * width + i, values);
 }
 
 }  // namespace
@@ -32,14 +25,13 @@ void Launch(const EmbeddingParams& params, std::int64_t row_bytes, cudaStream_t 
 namespace internal {
 
 absl::Status EmbeddingCuda(const EmbeddingParams& params, void* stream) {
-  const std::int64_t row_bytes = params.width * static_cast<std::int64_t>(ElementBytes(params.dtype));
-  if (IsPacketAligned({params.table, params.output}, {row_bytes})) {
-    Launch<uint4>(params, row_bytes, static_cast<cudaStream_t>(stream));
-  } else if (params.dtype == DType::kBf16) {
-    Launch<std::uint16_t>(params, row_bytes, static_cast<cudaStream_t>(stream));
-  } else {
-    Launch<std::uint32_t>(params, row_bytes, static_cast<cudaStream_t>(stream));
-  }
+  const bool is_aligned =
+      IsPacketAligned({params.table, params.output}, {params.width * static_cast<std::int64_t>(ElementBytes(params.dtype))});
+  VisitPacketType(params.dtype, is_aligned, [&]<typename T, int kCount>() {
+    const RowGrid grid = RowGridFor(params.num_rows, params.width / kCount);
+    EmbeddingKernel<T, kCount><<<grid.blocks, grid.threads, 0, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<const T*>(params.table), params.token_ids, params.output, params.width, grid.blocks_per_row);
+  });
   return CudaToStatus(cudaGetLastError(), "embedding launch");
 }
 

@@ -1,4 +1,4 @@
-// Rows of the embedding by token id.
+// Rows of the embedding by token id, widened to the fp32 of the residual stream.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 namespace tandem {
 
 struct EmbeddingParams {
-  DType dtype = DType::kFp32;
+  DType dtype = DType::kFp32;                // of the table: fp32, bf16
   const void* table = nullptr;               // [vocab_size, width]
   const std::uint32_t* token_ids = nullptr;  // [num_rows], each below vocab_size
-  void* output = nullptr;                    // [num_rows, width]
+  float* output = nullptr;                   // [num_rows, width]
   std::int64_t num_rows = 0;
   std::int64_t width = 0;
 };

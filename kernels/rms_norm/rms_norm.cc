@@ -10,10 +10,9 @@ namespace {
 
 constexpr std::int64_t kMaxWidth = 65536;
 
-template <typename T>
-double InverseRms(const T* x, std::int64_t width, float epsilon) {
+double InverseRms(const float* x, std::int64_t width, float epsilon) {
   double sum = 0;
-  for (std::int64_t i = 0; i < width; ++i) sum += static_cast<double>(ToFloat(x[i])) * static_cast<double>(ToFloat(x[i]));
+  for (std::int64_t i = 0; i < width; ++i) sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
   return 1 / std::sqrt(sum / static_cast<double>(width) + static_cast<double>(epsilon));
 }
 
@@ -22,18 +21,11 @@ void RmsNormReference(const RmsNormParams& params) {
   const auto* weight = static_cast<const T*>(params.weight);
   for (std::int64_t row = 0; row < params.num_rows; ++row) {
     const std::int64_t source = (params.rows != nullptr ? params.rows[row] : row) * params.width;
-    const T* x = static_cast<const T*>(params.input) + source;
-    if (params.residual != nullptr) {
-      const T* residual = static_cast<const T*>(params.residual) + source;
-      T* sum = static_cast<T*>(params.sum) + source;
-      for (std::int64_t i = 0; i < params.width; ++i) sum[i] = FromFloat<T>(ToFloat(x[i]) + ToFloat(residual[i]));
-      x = sum;
-    }
+    const float* x = params.input + source;
     T* y = static_cast<T*>(params.output) + row * params.width;
     const double scale = InverseRms(x, params.width, params.epsilon);
     for (std::int64_t i = 0; i < params.width; ++i) {
-      y[i] =
-          FromFloat<T>(static_cast<float>(static_cast<double>(ToFloat(x[i])) * scale * static_cast<double>(ToFloat(weight[i]))));
+      y[i] = FromFloat<T>(static_cast<float>(static_cast<double>(x[i]) * scale * static_cast<double>(ToFloat(weight[i]))));
     }
   }
 }
@@ -43,20 +35,19 @@ void RmsNormBackwardReference(const RmsNormBackwardParams& params) {
   const auto* weight = static_cast<const T*>(params.weight);
   for (std::int64_t row = 0; row < params.num_rows; ++row) {
     const std::int64_t source = (params.rows != nullptr ? params.rows[row] : row) * params.width;
-    const T* x = static_cast<const T*>(params.input) + source;
+    const float* x = params.input + source;
     const T* grad_output = static_cast<const T*>(params.grad_output) + row * params.width;
-    T* grad_input = static_cast<T*>(params.grad_input) + source;
+    float* grad_input = params.grad_input + source;
     double dot = 0;
     for (std::int64_t i = 0; i < params.width; ++i) {
-      dot += static_cast<double>(ToFloat(weight[i])) * static_cast<double>(ToFloat(grad_output[i])) *
-             static_cast<double>(ToFloat(x[i]));
+      dot += static_cast<double>(ToFloat(weight[i])) * static_cast<double>(ToFloat(grad_output[i])) * static_cast<double>(x[i]);
     }
     const double scale = InverseRms(x, params.width, params.epsilon);
     const double pull = scale * scale * scale / static_cast<double>(params.width) * dot;
     for (std::int64_t i = 0; i < params.width; ++i) {
       const double gradient = static_cast<double>(ToFloat(weight[i])) * static_cast<double>(ToFloat(grad_output[i])) * scale -
-                              static_cast<double>(ToFloat(x[i])) * pull;
-      grad_input[i] = FromFloat<T>(static_cast<float>(static_cast<double>(ToFloat(grad_input[i])) + gradient));
+                              static_cast<double>(x[i]) * pull;
+      grad_input[i] = static_cast<float>(static_cast<double>(grad_input[i]) + gradient);
     }
   }
 }
@@ -65,9 +56,6 @@ void RmsNormBackwardReference(const RmsNormBackwardParams& params) {
 
 absl::Status RmsNorm(const RmsNormParams& params, Device device, void* stream) {
   TANDEM_RETURN_IF_ERROR(CheckRows("rms_norm", params.dtype, params.num_rows, params.width, kMaxWidth));
-  if (params.residual != nullptr && (params.sum == nullptr || params.rows != nullptr)) {
-    return absl::InvalidArgumentError("rms_norm: a residual needs a place for the sum and all rows in order");
-  }
   if (params.num_rows == 0) return absl::OkStatus();
   if (device == Device::kCuda) return internal::RmsNormCuda(params, stream);
   VisitElementType(params.dtype, [&]<typename T>(T) { RmsNormReference<T>(params); });

@@ -1,5 +1,5 @@
-// One block a row, a thread for each packet of 16 bytes up to 512 threads; the row is read twice, the second time from L1 or L2.
-// Bytes moved, with e the element's bytes: forward 2 e num_rows width (4 e with a residual), backward 4 e. Bound by memory: 70 %
+// One block a row, a thread for each packet of 16 bytes of the weight up to 512 threads; the row is read twice, the second time
+// from L1 or L2. Bytes moved, with e the weight's bytes: forward (4 + e) num_rows width, backward (12 + e). Bound by memory: 70 %
 // of the copy rate and more is expected from some hundred rows on; below that the launch costs more than the bytes.
 #include <cuda_runtime.h>
 
@@ -12,30 +12,21 @@ namespace {
 
 constexpr unsigned kMaxThreads = 512;
 
-// input, sum, residual and output may be one array: a thread reads an element before it writes it, and no other thread does
-// either.
+// input and output may be one array: a thread reads an element before it writes it, and no other thread does either.
 template <typename T, int kCount>
-__global__ void RmsNormKernel(const T* input, const T* residual, T* sum, const T* __restrict__ weight, T* output,
-                              const std::int32_t* __restrict__ rows, int width, float epsilon) {
+__global__ void RmsNormKernel(const float* input, const T* __restrict__ weight, T* output, const std::int32_t* __restrict__ rows,
+                              int width, float epsilon) {
   __shared__ float warp_sums[kMaxThreads / 32];
   const std::int64_t row = rows != nullptr ? rows[blockIdx.x] : static_cast<std::int64_t>(blockIdx.x);
-  const T* x = input + row * width;
+  const float* const x = input + row * width;
   const int begin = static_cast<int>(threadIdx.x) * kCount, step = static_cast<int>(blockDim.x) * kCount;
   float squares = 0;
   for (int i = begin; i < width; i += step) {
     float values[kCount];
     LoadFloats(x + i, values);
-    if (residual != nullptr) {
-      float added[kCount];
-      LoadFloats(residual + row * width + i, added);
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) values[j] = RoundTo<T>(values[j] + added[j]);
-      StoreFloats(sum + row * width + i, values);
-    }
 #pragma unroll
     for (int j = 0; j < kCount; ++j) squares += values[j] * values[j];
   }
-  if (residual != nullptr) x = sum + row * width;
   const float scale = rsqrtf(BlockSum(squares, warp_sums) / static_cast<float>(width) + epsilon);
   T* y = output + static_cast<std::int64_t>(blockIdx.x) * width;
   for (int i = begin; i < width; i += step) {
@@ -49,13 +40,13 @@ __global__ void RmsNormKernel(const T* input, const T* residual, T* sum, const T
 }
 
 template <typename T, int kCount>
-__global__ void RmsNormBackwardKernel(const T* __restrict__ input, const T* __restrict__ weight,
-                                      const T* __restrict__ grad_output, T* grad_input, const std::int32_t* __restrict__ rows,
+__global__ void RmsNormBackwardKernel(const float* __restrict__ input, const T* __restrict__ weight,
+                                      const T* __restrict__ grad_output, float* grad_input, const std::int32_t* __restrict__ rows,
                                       int width, float epsilon) {
   __shared__ float warp_squares[kMaxThreads / 32], warp_dots[kMaxThreads / 32];
   const std::int64_t row = rows != nullptr ? rows[blockIdx.x] : static_cast<std::int64_t>(blockIdx.x);
-  const T* x = input + row * width;
-  const T* g = grad_output + static_cast<std::int64_t>(blockIdx.x) * width;
+  const float* const x = input + row * width;
+  const T* const g = grad_output + static_cast<std::int64_t>(blockIdx.x) * width;
   const int begin = static_cast<int>(threadIdx.x) * kCount, step = static_cast<int>(blockDim.x) * kCount;
   float squares = 0, dot = 0;
   for (int i = begin; i < width; i += step) {
@@ -72,7 +63,7 @@ __global__ void RmsNormBackwardKernel(const T* __restrict__ input, const T* __re
   const float mean = BlockSum(squares, warp_squares) / static_cast<float>(width);
   const float scale = rsqrtf(mean + epsilon);
   const float pull = scale * scale * scale * (BlockSum(dot, warp_dots) / static_cast<float>(width));
-  T* dx = grad_input + row * width;
+  float* const dx = grad_input + row * width;
   for (int i = begin; i < width; i += step) {
     float values[kCount], weights[kCount], grads[kCount], sums[kCount];
     LoadFloats(x + i, values);
@@ -90,15 +81,13 @@ __global__ void RmsNormBackwardKernel(const T* __restrict__ input, const T* __re
 namespace internal {
 
 absl::Status RmsNormCuda(const RmsNormParams& params, void* stream) {
-  const bool is_aligned = IsPacketAligned(
-      {params.input, params.residual, params.residual != nullptr ? params.sum : nullptr, params.weight, params.output},
-      {params.width * static_cast<std::int64_t>(ElementBytes(params.dtype))});
+  const bool is_aligned = IsPacketAligned({params.input, params.weight, params.output},
+                                          {params.width * static_cast<std::int64_t>(ElementBytes(params.dtype))});
   VisitPacketType(params.dtype, is_aligned, [&]<typename T, int kCount>() {
     RmsNormKernel<T, kCount><<<static_cast<unsigned>(params.num_rows), ThreadsFor(params.width / kCount, kMaxThreads), 0,
-                               static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const T*>(params.input), static_cast<const T*>(params.residual), static_cast<T*>(params.sum),
-        static_cast<const T*>(params.weight), static_cast<T*>(params.output), params.rows, static_cast<int>(params.width),
-        params.epsilon);
+                               static_cast<cudaStream_t>(stream)>>>(params.input, static_cast<const T*>(params.weight),
+                                                                    static_cast<T*>(params.output), params.rows,
+                                                                    static_cast<int>(params.width), params.epsilon);
   });
   return CudaToStatus(cudaGetLastError(), "rms_norm launch");
 }
@@ -109,8 +98,8 @@ absl::Status RmsNormBackwardCuda(const RmsNormBackwardParams& params, void* stre
   VisitPacketType(params.dtype, is_aligned, [&]<typename T, int kCount>() {
     RmsNormBackwardKernel<T, kCount><<<static_cast<unsigned>(params.num_rows), ThreadsFor(params.width / kCount, kMaxThreads), 0,
                                        static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const T*>(params.input), static_cast<const T*>(params.weight), static_cast<const T*>(params.grad_output),
-        static_cast<T*>(params.grad_input), params.rows, static_cast<int>(params.width), params.epsilon);
+        params.input, static_cast<const T*>(params.weight), static_cast<const T*>(params.grad_output), params.grad_input,
+        params.rows, static_cast<int>(params.width), params.epsilon);
   });
   return CudaToStatus(cudaGetLastError(), "rms_norm_backward launch");
 }

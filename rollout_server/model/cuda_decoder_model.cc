@@ -1,5 +1,5 @@
-// The forward pass on the GPU: bf16 weights, activations and KV cache, fp32 sums and logits. A step is packed into one
-// page-locked buffer, copied once, and enqueued on one stream; memory comes from the workspace alone.
+// The forward pass on the GPU: bf16 weights, activations and KV cache, fp32 residual stream, sums and logits. A step is packed
+// into one page-locked buffer, copied once, and enqueued on one stream; memory comes from the workspace alone.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -74,9 +74,8 @@ struct WorkspacePlaces {
     const auto d = static_cast<std::uint64_t>(config.hidden_size), f = static_cast<std::uint64_t>(config.intermediate_size);
     const auto q = static_cast<std::uint64_t>(config.q_size()), kv = static_cast<std::uint64_t>(config.kv_size());
     const auto put_rows = [&](std::uint64_t width) { return put(tokens * width * kBf16Bytes); };
-    hidden = put_rows(d);
+    hidden = put(tokens * d * sizeof(float));
     normed = put_rows(d);
-    projected = put_rows(d);
     qkv = put_rows(q + 2 * kv);
     attention = put_rows(q);
     gate_up = put_rows(2 * f);
@@ -99,7 +98,8 @@ struct WorkspacePlaces {
     adapters = put(adapter_bytes);
   }
   StepPlaces step;
-  std::uint64_t hidden, normed, projected, qkv, attention, gate_up, activated;  // [max_batch_tokens, width]
+  std::uint64_t hidden;                                      // fp32 [max_batch_tokens, hidden_size]: the residual stream
+  std::uint64_t normed, qkv, attention, gate_up, activated;  // [max_batch_tokens, width]
   std::uint64_t adapter_x;
   std::uint64_t logits;          // fp32 [max_logit_rows, vocab_size]
   std::uint64_t cosines, sines;  // fp32 [max_positions, head_dim / 2]
@@ -161,6 +161,7 @@ class CudaDecoderModel : public DecoderModel {
 
  private:
   void* stream() const { return stream_->handle(); }
+  float* hidden() const { return reinterpret_cast<float*>(at(places_.hidden)); }
   std::byte* at(std::uint64_t begin) const { return options_.workspace.data() + begin; }
   const std::byte* Weight(const TensorPlace& place) const { return weights_ + place.begin_bytes; }
   const void* WeightOrNull(const std::optional<TensorPlace>& place) const { return place.has_value() ? Weight(*place) : nullptr; }
@@ -184,7 +185,10 @@ class CudaDecoderModel : public DecoderModel {
   absl::Status Enqueue(const StepShape& shape);
   absl::Status EnqueueLayer(const StepShape& shape, int layer);
   absl::Status Linear(const StepShape& shape, const void* x, const LinearPlace& weight, int layer, LinearGroup group, void* y);
-  absl::Status Norm(const TensorPlace& weight, std::int64_t num_rows, bool adds_projected);
+  absl::Status AddLinear(const StepShape& shape, const void* x, const LinearPlace& weight, int layer, LinearGroup group);
+  absl::Status LinearTo(const StepShape& shape, const void* x, const LinearPlace& weight, int layer, LinearGroup group,
+                        const MatrixView& y, float beta);
+  absl::Status Norm(const TensorPlace& weight, const std::int32_t* rows, std::int64_t num_rows);
   absl::Status Head(const StepShape& shape);
 
   const ModelConfig config_;
@@ -338,7 +342,7 @@ absl::Status CudaDecoderModel::Enqueue(const StepShape& shape) {
   TANDEM_RETURN_IF_ERROR(Embedding({.dtype = DType::kBf16,
                                     .table = Weight(layout_.embedding),
                                     .token_ids = Index<std::uint32_t>(places_.step.token_ids),
-                                    .output = at(places_.hidden),
+                                    .output = hidden(),
                                     .num_rows = shape.num_rows,
                                     .width = config_.hidden_size},
                                    Device::kCuda, stream()));
@@ -346,14 +350,13 @@ absl::Status CudaDecoderModel::Enqueue(const StepShape& shape) {
   return Head(shape);
 }
 
-// normed <- RMSNorm(hidden), after hidden <- hidden + projected where the latter is the output of a layer's half.
-absl::Status CudaDecoderModel::Norm(const TensorPlace& weight, std::int64_t num_rows, bool adds_projected) {
+// normed <- RMSNorm(hidden), of the rows named, or of the first num_rows where `rows` is null.
+absl::Status CudaDecoderModel::Norm(const TensorPlace& weight, const std::int32_t* rows, std::int64_t num_rows) {
   return RmsNorm({.dtype = DType::kBf16,
-                  .input = at(adds_projected ? places_.projected : places_.hidden),
-                  .residual = adds_projected ? at(places_.hidden) : nullptr,
-                  .sum = adds_projected ? at(places_.hidden) : nullptr,
+                  .input = hidden(),
                   .weight = Weight(weight),
                   .output = at(places_.normed),
+                  .rows = rows,
                   .num_rows = num_rows,
                   .width = config_.hidden_size,
                   .epsilon = config_.rms_norm_epsilon},
@@ -367,7 +370,7 @@ absl::Status CudaDecoderModel::EnqueueLayer(const StepShape& shape, int layer) {
   std::byte* const values = keys + static_cast<std::int64_t>(kBf16Bytes) * page_elements();
   const std::int64_t page_stride = 2 * config_.num_layers * page_elements();
 
-  TANDEM_RETURN_IF_ERROR(Norm(layer_places.input_norm, shape.num_rows, layer > 0));
+  TANDEM_RETURN_IF_ERROR(Norm(layer_places.input_norm, nullptr, shape.num_rows));
   TANDEM_RETURN_IF_ERROR(Linear(shape, at(places_.normed), layer_places.qkv, layer, LinearGroup::kQkv, at(places_.qkv)));
   TANDEM_RETURN_IF_ERROR(RopeAndCache({.dtype = DType::kBf16,
                                        .qkv = at(places_.qkv),
@@ -401,8 +404,8 @@ absl::Status CudaDecoderModel::EnqueueLayer(const StepShape& shape, int layer) {
                                          .last_page_tokens = Index<const std::int32_t>(step.last_page_tokens),
                                          .num_sequences = shape.num_sequences},
                                         shape.plan, scratch(), Device::kCuda, stream()));
-  TANDEM_RETURN_IF_ERROR(Linear(shape, at(places_.attention), layer_places.o, layer, LinearGroup::kO, at(places_.projected)));
-  TANDEM_RETURN_IF_ERROR(Norm(layer_places.post_norm, shape.num_rows, true));
+  TANDEM_RETURN_IF_ERROR(AddLinear(shape, at(places_.attention), layer_places.o, layer, LinearGroup::kO));
+  TANDEM_RETURN_IF_ERROR(Norm(layer_places.post_norm, nullptr, shape.num_rows));
   TANDEM_RETURN_IF_ERROR(
       Linear(shape, at(places_.normed), layer_places.gate_up, layer, LinearGroup::kGateUp, at(places_.gate_up)));
   TANDEM_RETURN_IF_ERROR(Swiglu({.dtype = DType::kBf16,
@@ -411,12 +414,29 @@ absl::Status CudaDecoderModel::EnqueueLayer(const StepShape& shape, int layer) {
                                  .num_rows = shape.num_rows,
                                  .width = config_.intermediate_size},
                                 Device::kCuda, stream()));
-  return Linear(shape, at(places_.activated), layer_places.down, layer, LinearGroup::kDown, at(places_.projected));
+  return AddLinear(shape, at(places_.activated), layer_places.down, layer, LinearGroup::kDown);
 }
 
-// y = x W^T, then for each run under an adapter y += scale (x A^T) B^T, where A and B are those of all its parts together.
+// y, bf16, is written.
 absl::Status CudaDecoderModel::Linear(const StepShape& shape, const void* x, const LinearPlace& weight, int layer,
                                       LinearGroup group, void* y) {
+  const std::int64_t outputs = weight.shape[0];
+  const MatrixView view = {.data = y, .dtype = DType::kBf16, .rows = shape.num_rows, .columns = outputs, .row_stride = outputs};
+  return LinearTo(shape, x, weight, layer, group, view, 0);
+}
+
+// The product is added to the residual stream, unrounded.
+absl::Status CudaDecoderModel::AddLinear(const StepShape& shape, const void* x, const LinearPlace& weight, int layer,
+                                         LinearGroup group) {
+  const std::int64_t d = config_.hidden_size;
+  const MatrixView view = {.data = hidden(), .dtype = DType::kFp32, .rows = shape.num_rows, .columns = d, .row_stride = d};
+  return LinearTo(shape, x, weight, layer, group, view, 1);
+}
+
+// y = beta y + x W^T, then for each run under an adapter y += scale (x A^T) B^T, where A and B are those of all its parts
+// together.
+absl::Status CudaDecoderModel::LinearTo(const StepShape& shape, const void* x, const LinearPlace& weight, int layer,
+                                        LinearGroup group, const MatrixView& y, float beta) {
   const std::int64_t outputs = weight.shape[0], inputs = weight.shape[1];
   const auto rows_of = [](const void* data, std::int64_t begin, std::int64_t end, std::int64_t width) {
     return MatrixView{.data = static_cast<const std::byte*>(data) + begin * width * static_cast<std::int64_t>(kBf16Bytes),
@@ -427,7 +447,8 @@ absl::Status CudaDecoderModel::Linear(const StepShape& shape, const void* x, con
   };
   TANDEM_RETURN_IF_ERROR(gemm_->Run({.a = rows_of(x, 0, shape.num_rows, inputs),
                                      .b = rows_of(Weight(weight), 0, outputs, inputs).Transposed(),
-                                     .c = rows_of(y, 0, shape.num_rows, outputs)},
+                                     .c = y,
+                                     .beta = beta},
                                     stream()));
   for (const AdapterRun& run : shape.runs) {
     if (run.adapter == nullptr) continue;
@@ -437,30 +458,21 @@ absl::Status CudaDecoderModel::Linear(const StepShape& shape, const void* x, con
     TANDEM_RETURN_IF_ERROR(gemm_->Run(
         {.a = rows_of(x, run.begin, run.end, inputs), .b = rows_of(pair.a, 0, pair.width, inputs).Transposed(), .c = xa},
         stream()));
-    TANDEM_RETURN_IF_ERROR(gemm_->Run({.a = xa,
-                                       .b = rows_of(pair.b, 0, outputs, pair.width).Transposed(),
-                                       .c = rows_of(y, run.begin, run.end, outputs),
-                                       .alpha = run.adapter->scale,
-                                       .beta = 1},
-                                      stream()));
+    MatrixView run_y = y;
+    run_y.rows = run.end - run.begin;
+    run_y.data =
+        static_cast<const std::byte*>(y.data) + run.begin * y.row_stride * static_cast<std::int64_t>(ElementBytes(y.dtype));
+    TANDEM_RETURN_IF_ERROR(gemm_->Run(
+        {.a = xa, .b = rows_of(pair.b, 0, outputs, pair.width).Transposed(), .c = run_y, .alpha = run.adapter->scale, .beta = 1},
+        stream()));
   }
   return absl::OkStatus();
 }
 
 absl::Status CudaDecoderModel::Head(const StepShape& shape) {
-  TANDEM_RETURN_IF_ERROR(Norm(layout_.final_norm, shape.num_rows, true));
   if (shape.num_logits == 0) return absl::OkStatus();
-  if (!shape.is_every_row_wanted) {
-    TANDEM_RETURN_IF_ERROR(RmsNorm({.dtype = DType::kBf16,
-                                    .input = at(places_.hidden),
-                                    .weight = Weight(layout_.final_norm),
-                                    .output = at(places_.normed),
-                                    .rows = Index<const std::int32_t>(places_.step.logit_rows),
-                                    .num_rows = shape.num_logits,
-                                    .width = config_.hidden_size,
-                                    .epsilon = config_.rms_norm_epsilon},
-                                   Device::kCuda, stream()));
-  }
+  const auto* rows = shape.is_every_row_wanted ? nullptr : Index<const std::int32_t>(places_.step.logit_rows);
+  TANDEM_RETURN_IF_ERROR(Norm(layout_.final_norm, rows, shape.num_logits));
   const std::int64_t d = config_.hidden_size, vocab = config_.vocab_size;
   const MatrixView head = {.data = Weight(layout_.head), .dtype = DType::kBf16, .rows = vocab, .columns = d, .row_stride = d};
   return gemm_->Run(

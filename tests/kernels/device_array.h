@@ -32,6 +32,7 @@ class DeviceArray {
   DeviceArray& operator=(const DeviceArray&) = delete;
 
   void* data() const { return static_cast<std::byte*>(memory_) + begin_; }
+  float* floats() const { return static_cast<float*>(data()); }
 
   // The contents; fails the test when a guard byte has changed.
   std::vector<std::byte> Read(const std::string& what) const {

@@ -28,6 +28,8 @@ class HostArray {
   DType dtype() const { return dtype_; }
   void* data() { return bytes_.data(); }
   const void* data() const { return bytes_.data(); }
+  float* floats() { return static_cast<float*>(data()); }  // requires: fp32
+  const float* floats() const { return static_cast<const float*>(data()); }
   const std::vector<std::byte>& bytes() const { return bytes_; }
   std::vector<std::byte>* mutable_bytes() { return &bytes_; }
 

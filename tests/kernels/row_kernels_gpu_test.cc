@@ -113,7 +113,7 @@ TEST_F(RowKernelsGpuTest, SwigluAndItsGradientEqualTheReference) {
   }
 }
 
-TEST_F(RowKernelsGpuTest, EmbeddingCopiesBits) {
+TEST_F(RowKernelsGpuTest, EmbeddingWidensRows) {
   struct Shape {
     std::int64_t num_rows, width;
     std::size_t offset_elements = 0;
@@ -128,19 +128,19 @@ TEST_F(RowKernelsGpuTest, EmbeddingCopiesBits) {
       for (std::int64_t row = 0; row < shape.num_rows; ++row)
         token_ids.push_back(static_cast<std::uint32_t>(299 - row * 11 % kVocab));
       const HostArray table = HostArray::Random(dtype, kVocab * shape.width, 1);
-      HostArray output(dtype, shape.num_rows * shape.width);
+      HostArray output(DType::kFp32, shape.num_rows * shape.width);
       const std::size_t offset = shape.offset_elements * ElementBytes(dtype);
-      const DeviceArray device_table(table, offset), device_output(output, offset);
+      const DeviceArray device_table(table, offset), device_output(output, shape.offset_elements * sizeof(float));
       const auto device_ids = DeviceArray::Of(token_ids);
       EmbeddingParams params{.dtype = dtype, .table = device_table.data()};
       params.token_ids = static_cast<const std::uint32_t*>(device_ids->data());
-      params.output = device_output.data();
+      params.output = device_output.floats();
       params.num_rows = shape.num_rows;
       params.width = shape.width;
       if (!Fence(Embedding(params, Device::kCuda, stream()), what)) return;
       params.table = table.data();
       params.token_ids = token_ids.data();
-      params.output = output.data();
+      params.output = output.floats();
       ASSERT_EQ(Embedding(params, Device::kCpu, nullptr), absl::OkStatus());
       EXPECT_EQ(device_output.Read(what), output.bytes()) << what;
     }

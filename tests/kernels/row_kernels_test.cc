@@ -84,13 +84,13 @@ TEST(SwigluTest, EqualsTheFormulaAndItsGradientTheFiniteDifference) {
   }
 }
 
-TEST(EmbeddingTest, CopiesRowsOfEitherType) {
+TEST(EmbeddingTest, WidensRowsOfEitherType) {
   constexpr std::int64_t kVocab = 7, kWidth = 3;
   const std::vector<std::uint32_t> token_ids = {6, 0, 6, 2};
   for (const DType dtype : {DType::kFp32, DType::kBf16}) {
     const HostArray table = HostArray::Random(dtype, kVocab * kWidth, 1);
-    HostArray output(dtype, static_cast<std::int64_t>(token_ids.size()) * kWidth);
-    EmbeddingParams params{.dtype = dtype, .table = table.data(), .token_ids = token_ids.data(), .output = output.data()};
+    HostArray output(DType::kFp32, static_cast<std::int64_t>(token_ids.size()) * kWidth);
+    EmbeddingParams params{.dtype = dtype, .table = table.data(), .token_ids = token_ids.data(), .output = output.floats()};
     params.num_rows = static_cast<std::int64_t>(token_ids.size());
     params.width = kWidth;
     ASSERT_EQ(Embedding(params, Device::kCpu, nullptr), absl::OkStatus());

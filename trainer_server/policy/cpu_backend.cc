@@ -21,29 +21,19 @@ std::unique_ptr<typename CpuBackend<T>::Plan> CpuBackend<T>::MakePlan(const Micr
 }
 
 template <typename T>
-void CpuBackend<T>::Copy(T* to, const T* from, std::int64_t count) {
-  std::copy_n(from, count, to);
-}
-
-template <typename T>
-void CpuBackend<T>::Zero(T* to, std::int64_t count) {
-  std::fill_n(to, count, T{0});
-}
-
-template <typename T>
-void CpuBackend<T>::Embed(Plan* plan, const T* embedding, T* hidden) {
+void CpuBackend<T>::Embed(Plan* plan, const T* embedding, Sum* hidden) {
   for (const std::int64_t token : plan->batch.token_ids) hidden = std::copy_n(embedding + token * d(), d(), hidden);
 }
 
 template <typename T>
-void CpuBackend<T>::Norm(const T* x, const T* weight, T* y, std::int64_t rows) {
+void CpuBackend<T>::Norm(const Sum* x, const T* weight, T* y, std::int64_t rows) {
   ParallelFor(rows, kRowGrain, [&](std::int64_t begin, std::int64_t end) {
     ops_->rms_norm(x + begin * d(), weight, y + begin * d(), end - begin, d(), epsilon());
   });
 }
 
 template <typename T>
-void CpuBackend<T>::NormBackward(const T* x, const T* weight, const T* grad_y, T* grad_x, std::int64_t rows) {
+void CpuBackend<T>::NormBackward(const Sum* x, const T* weight, const T* grad_y, Sum* grad_x, std::int64_t rows) {
   ParallelFor(rows, kRowGrain, [&](std::int64_t begin, std::int64_t end) {
     ops_->rms_norm_backward(x + begin * d(), weight, grad_y + begin * d(), grad_x + begin * d(), end - begin, d(), epsilon());
   });
@@ -127,7 +117,7 @@ void CpuBackend<T>::Add(T* y, const T* x, std::int64_t count) {
 }
 
 template <typename T>
-void CpuBackend<T>::NormHeadRows(Plan* plan, const T* hidden, const T* weight, T* head_input) {
+void CpuBackend<T>::NormHeadRows(Plan* plan, const Sum* hidden, const T* weight, T* head_input) {
   for (const std::int64_t row : plan->batch.head_rows) {
     ops_->rms_norm(hidden + row * d(), weight, head_input, 1, d(), epsilon());
     head_input += d();
@@ -135,8 +125,8 @@ void CpuBackend<T>::NormHeadRows(Plan* plan, const T* hidden, const T* weight, T
 }
 
 template <typename T>
-void CpuBackend<T>::AddHeadGradient(Plan* plan, const T* hidden, const T* weight, T* grad_head, std::span<const double> factors,
-                                    T* grad) {
+void CpuBackend<T>::AddHeadGradient(Plan* plan, const Sum* hidden, const T* weight, T* grad_head, std::span<const double> factors,
+                                    Sum* grad) {
   const std::vector<std::int64_t>& rows = plan->batch.head_rows;
   for (std::size_t n = 0; n < rows.size(); ++n) {
     T* const row = grad_head + static_cast<std::int64_t>(n) * d();

@@ -5,6 +5,7 @@
 // T is float, or double for tests against finite differences.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -41,13 +42,18 @@ class CpuBackend {
       : config_(config), head_(head), ops_(&vector_ops<T>()), rope_(config) {}
 
   std::unique_ptr<Plan> MakePlan(const MicroBatch& batch);
-  void Copy(T* to, const T* from, std::int64_t count);
-  void Zero(T* to, std::int64_t count);
+  template <typename U>
+  void Copy(U* to, const U* from, std::int64_t count) {
+    std::copy_n(from, count, to);
+  }
+  void Zero(Sum* to, std::int64_t count) { std::fill_n(to, count, Sum{0}); }
+  // Sums as the products below take them: x itself where they are elements, else rounded into `scratch`, of the same shape.
+  Matrix<const T> ToElements(Matrix<const Sum> x, Matrix<T>) { return x; }
   // Rows of the embedding [vocab_size, d] by the plan's tokens.
-  void Embed(Plan* plan, const T* embedding, T* hidden);
-  void Norm(const T* x, const T* weight, T* y, std::int64_t rows);                                // RMSNorm of rows of d
-  void NormBackward(const T* x, const T* weight, const T* grad_y, T* grad_x, std::int64_t rows);  // grad_x: added to
-  // c = beta c + alpha a b.
+  void Embed(Plan* plan, const T* embedding, Sum* hidden);
+  void Norm(const Sum* x, const T* weight, T* y, std::int64_t rows);                                  // RMSNorm of rows of d
+  void NormBackward(const Sum* x, const T* weight, const T* grad_y, Sum* grad_x, std::int64_t rows);  // grad_x: added to
+  // c = beta c + alpha a b; c: of T or Sum.
   void Multiply(Matrix<const T> a, Matrix<const T> b, Matrix<T> c, double alpha = 1, double beta = 0) {
     tandem::Multiply(a, b, c, alpha, beta);
   }
@@ -70,7 +76,7 @@ class CpuBackend {
   void Dropout(T* x, std::int64_t rows, std::int64_t width, std::int64_t first_row, std::uint64_t seed, double probability);
   void Add(T* y, const T* x, std::int64_t count);  // y += x
   // Norms of the plan's head rows of `hidden`, one after the other.
-  void NormHeadRows(Plan* plan, const T* hidden, const T* weight, T* head_input);
+  void NormHeadRows(Plan* plan, const Sum* hidden, const T* weight, T* head_input);
   // See linear_logprob.h.
   LinearLogprobs HeadForward(Plan* plan, const T* head_input, T* unit_gradient) {
     return LinearLogprobForward<T>(head_, head_input, plan->batch.head_targets, unit_gradient);
@@ -82,7 +88,7 @@ class CpuBackend {
   }
   // Adds to `grad`, of rows of `hidden`, what factors[n] x grad_head row n (no factors: 1) gives through the norm of head row n.
   // Several head rows may share a hidden row (a prompt's last): they add up in order. `grad_head` is left undefined.
-  void AddHeadGradient(Plan* plan, const T* hidden, const T* weight, T* grad_head, std::span<const double> factors, T* grad);
+  void AddHeadGradient(Plan* plan, const Sum* hidden, const T* weight, T* grad_head, std::span<const double> factors, Sum* grad);
 
   // An adapter's fp32 matrices as elements.
   struct AdapterValues {

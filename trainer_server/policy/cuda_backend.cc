@@ -97,17 +97,6 @@ struct RowRanges {
 
 template <typename T>
 template <typename U>
-MatrixView CudaBackend<T>::View(Matrix<U> matrix) {
-  return {.data = matrix.data,
-          .dtype = std::is_same_v<std::remove_const_t<U>, float> ? DType::kFp32 : DType::kBf16,
-          .rows = matrix.rows,
-          .columns = matrix.columns,
-          .row_stride = matrix.row_stride,
-          .column_stride = matrix.column_stride};
-}
-
-template <typename T>
-template <typename U>
 typename CudaBackend<T>::template Buffer<U> CudaBackend<T>::Upload(std::span<const U> values) {
   Buffer<U> buffer(static_cast<std::int64_t>(values.size()));
   // From pageable memory: `values` is read before this returns.
@@ -170,20 +159,28 @@ std::unique_ptr<typename CudaBackend<T>::Plan> CudaBackend<T>::MakePlan(const Mi
 }
 
 template <typename T>
-void CudaBackend<T>::Copy(T* to, const T* from, std::int64_t count) {
-  CheckCuda(cudaMemcpyAsync(to, from, static_cast<std::size_t>(count) * sizeof(T), cudaMemcpyDeviceToDevice,
-                            static_cast<cudaStream_t>(stream_->handle())),
-            "copy");
+void CudaBackend<T>::CopyBytes(void* to, const void* from, std::size_t size) {
+  CheckCuda(cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream_->handle())), "copy");
 }
 
 template <typename T>
-void CudaBackend<T>::Zero(T* to, std::int64_t count) {
-  CheckCuda(cudaMemsetAsync(to, 0, static_cast<std::size_t>(count) * sizeof(T), static_cast<cudaStream_t>(stream_->handle())),
+void CudaBackend<T>::Zero(Sum* to, std::int64_t count) {
+  CheckCuda(cudaMemsetAsync(to, 0, static_cast<std::size_t>(count) * sizeof(Sum), static_cast<cudaStream_t>(stream_->handle())),
             "memset");
 }
 
 template <typename T>
-void CudaBackend<T>::Embed(Plan* plan, const T* embedding, T* hidden) {
+Matrix<const T> CudaBackend<T>::ToElements(Matrix<const Sum> x, Matrix<T> scratch) {
+  if constexpr (kDType == DType::kFp32) {
+    return x;
+  } else {
+    Check(ConvertToBf16({.input = x.data, .output = scratch.data, .count = x.rows * x.columns}, stream_->handle()));
+    return scratch;
+  }
+}
+
+template <typename T>
+void CudaBackend<T>::Embed(Plan* plan, const T* embedding, Sum* hidden) {
   Check(Embedding({.dtype = kDType,
                    .table = embedding,
                    .token_ids = static_cast<const std::uint32_t*>(static_cast<const void*>(plan->token_ids)),
@@ -194,7 +191,7 @@ void CudaBackend<T>::Embed(Plan* plan, const T* embedding, T* hidden) {
 }
 
 template <typename T>
-void CudaBackend<T>::Norm(const T* x, const T* weight, T* y, std::int64_t rows) {
+void CudaBackend<T>::Norm(const Sum* x, const T* weight, T* y, std::int64_t rows) {
   RmsNormParams params;
   params.dtype = kDType;
   params.input = x;
@@ -207,7 +204,7 @@ void CudaBackend<T>::Norm(const T* x, const T* weight, T* y, std::int64_t rows) 
 }
 
 template <typename T>
-void CudaBackend<T>::NormBackward(const T* x, const T* weight, const T* grad_y, T* grad_x, std::int64_t rows) {
+void CudaBackend<T>::NormBackward(const Sum* x, const T* weight, const T* grad_y, Sum* grad_x, std::int64_t rows) {
   RmsNormBackwardParams params;
   params.dtype = kDType;
   params.input = x;
@@ -224,11 +221,6 @@ template <typename T>
 void CudaBackend<T>::Run(const MatrixView& a, const MatrixView& b, const MatrixView& c, double alpha, double beta) {
   Check(gemm_->Run({.a = a, .b = b, .c = c, .alpha = static_cast<float>(alpha), .beta = static_cast<float>(beta)},
                    stream_->handle()));
-}
-
-template <typename T>
-void CudaBackend<T>::Multiply(Matrix<const T> a, Matrix<const T> b, Matrix<T> c, double alpha, double beta) {
-  Run(View(a), View(b), View(c), alpha, beta);
 }
 
 template <typename T>
@@ -362,7 +354,7 @@ void CudaBackend<T>::Add(T* y, const T* x, std::int64_t count) {
 }
 
 template <typename T>
-void CudaBackend<T>::NormHeadRows(Plan* plan, const T* hidden, const T* weight, T* head_input) {
+void CudaBackend<T>::NormHeadRows(Plan* plan, const Sum* hidden, const T* weight, T* head_input) {
   RmsNormParams params;
   params.dtype = kDType;
   params.input = hidden;
@@ -496,8 +488,8 @@ void CudaBackend<T>::HeadBackward(Plan* plan, const T* head_input, const LinearL
 }
 
 template <typename T>
-void CudaBackend<T>::AddHeadGradient(Plan* plan, const T* hidden, const T* weight, T* grad_head, std::span<const double> factors,
-                                     T* grad) {
+void CudaBackend<T>::AddHeadGradient(Plan* plan, const Sum* hidden, const T* weight, T* grad_head,
+                                     std::span<const double> factors, Sum* grad) {
   const std::vector<float> rounded(factors.begin(), factors.end());
   const Buffer<float> on_device = Upload(std::span<const float>(rounded));
   const Buffer<T> summed(plan->num_hidden_rows * d());

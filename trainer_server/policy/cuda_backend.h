@@ -3,7 +3,8 @@
 // ArenaScope of the GPU. Confined to one thread; throws c10::Error (memory: c10::OutOfMemoryError).
 //
 // Element is Bf16: weights, activations and their gradients are bf16, every sum is fp32 and is rounded once at its end. Or float,
-// all in fp32: the mode that gradients are checked with. Adapter gradients and log-sum-exps are fp32 in both.
+// all in fp32: the mode that gradients are checked with. The residual stream and its gradient, adapter gradients and
+// log-sum-exps are fp32 in both.
 #pragma once
 
 #include <cstdint>
@@ -60,12 +61,19 @@ class CudaBackend {
       : config_(config), head_(head), stream_(stream), gemm_(gemm), rope_(config) {}
 
   std::unique_ptr<Plan> MakePlan(const MicroBatch& batch);
-  void Copy(T* to, const T* from, std::int64_t count);
-  void Zero(T* to, std::int64_t count);
-  void Embed(Plan* plan, const T* embedding, T* hidden);
-  void Norm(const T* x, const T* weight, T* y, std::int64_t rows);
-  void NormBackward(const T* x, const T* weight, const T* grad_y, T* grad_x, std::int64_t rows);
-  void Multiply(Matrix<const T> a, Matrix<const T> b, Matrix<T> c, double alpha = 1, double beta = 0);
+  template <typename U>
+  void Copy(U* to, const U* from, std::int64_t count) {
+    CopyBytes(to, from, static_cast<std::size_t>(count) * sizeof(U));
+  }
+  void Zero(Sum* to, std::int64_t count);
+  Matrix<const T> ToElements(Matrix<const Sum> x, Matrix<T> scratch);
+  void Embed(Plan* plan, const T* embedding, Sum* hidden);
+  void Norm(const Sum* x, const T* weight, T* y, std::int64_t rows);
+  void NormBackward(const Sum* x, const T* weight, const T* grad_y, Sum* grad_x, std::int64_t rows);
+  template <typename C>
+  void Multiply(Matrix<const T> a, Matrix<const T> b, Matrix<C> c, double alpha = 1, double beta = 0) {
+    Run(View(a), View(b), View(c), alpha, beta);
+  }
   void AddProduct(Matrix<const T> a, Matrix<const T> b, Matrix<Sum> c, double alpha);
   void Swiglu(const T* gate_up, T* activated, std::int64_t rows);
   void SwigluBackward(T* gate_up, const T* grad_activated, std::int64_t rows);
@@ -75,11 +83,11 @@ class CudaBackend {
   void AttentionBackward(Plan* plan, const T* qkv, const T* output, const Sum* lse, const T* grad_output, T* grad_qkv);
   void Dropout(T* x, std::int64_t rows, std::int64_t width, std::int64_t first_row, std::uint64_t seed, double probability);
   void Add(T* y, const T* x, std::int64_t count);
-  void NormHeadRows(Plan* plan, const T* hidden, const T* weight, T* head_input);
+  void NormHeadRows(Plan* plan, const Sum* hidden, const T* weight, T* head_input);
   LinearLogprobs HeadForward(Plan* plan, const T* head_input, T* unit_gradient);
   void HeadBackward(Plan* plan, const T* head_input, const LinearLogprobs& forward, std::span<const double> grad_logprobs,
                     std::span<const double> grad_entropies, T* grad_head);
-  void AddHeadGradient(Plan* plan, const T* hidden, const T* weight, T* grad_head, std::span<const double> factors, T* grad);
+  void AddHeadGradient(Plan* plan, const Sum* hidden, const T* weight, T* grad_head, std::span<const double> factors, Sum* grad);
 
   // An adapter's fp32 matrices as elements: themselves in fp32, else a rounded copy.
   struct AdapterValues {
@@ -96,7 +104,15 @@ class CudaBackend {
   std::int64_t d() const { return config_.hidden_size; }
   std::int64_t f() const { return config_.intermediate_size; }
   template <typename U>
-  static MatrixView View(Matrix<U> matrix);
+  static MatrixView View(Matrix<U> matrix) {
+    return {.data = matrix.data,
+            .dtype = std::is_same_v<std::remove_const_t<U>, float> ? DType::kFp32 : DType::kBf16,
+            .rows = matrix.rows,
+            .columns = matrix.columns,
+            .row_stride = matrix.row_stride,
+            .column_stride = matrix.column_stride};
+  }
+  void CopyBytes(void* to, const void* from, std::size_t size);
   template <typename U>
   Buffer<U> Upload(std::span<const U> values);
   void Run(const MatrixView& a, const MatrixView& b, const MatrixView& c, double alpha, double beta);

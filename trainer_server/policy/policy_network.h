@@ -2,8 +2,9 @@
 // a time. Base weights are frozen: no gradient of a dense weight is ever formed, and the down projection is not recomputed.
 //
 // The arithmetic and the memory that it works on are a Backend's: CpuBackend (cpu_backend.h, which tells what each operation
-// does) or CudaBackend (cuda_backend.h). Pointers are the backend's: this code never dereferences one. Confined to one thread;
-// throws c10::Error. Buffers come from the leased arena inside an ArenaScope. Defined in policy_network.inc.
+// does) or CudaBackend (cuda_backend.h). The residual stream, its gradient and sums over rows are of the backend's Sum, all else
+// is of its Element. Pointers are the backend's: this code never dereferences one. Confined to one thread; throws c10::Error.
+// Buffers come from the leased arena inside an ArenaScope. Defined in policy_network.inc.
 #pragma once
 
 #include <cstdint>
@@ -48,10 +49,10 @@ class PolicyNetwork {
     std::unique_ptr<Plan> plan;
     const Lora* lora = nullptr;
     LoraDropout dropout;
-    Buffer<T> layer_inputs;   // [num_layers, num_rows, d]
-    Buffer<T> hidden;         // [num_rows, d], before the final norm
-    Buffer<T> head_input;     // [head rows, d]; two-pass head only
-    Buffer<T> unit_gradient;  // [head rows, d]; one-pass head only
+    Buffer<Sum> layer_inputs;  // [num_layers, num_rows, d]
+    Buffer<Sum> hidden;        // [num_rows, d], before the final norm
+    Buffer<T> head_input;      // [head rows, d]; two-pass head only
+    Buffer<T> unit_gradient;   // [head rows, d]; one-pass head only
     LinearLogprobs logprobs;
   };
   struct Workspace;  // buffers of one layer
@@ -73,23 +74,24 @@ class PolicyNetwork {
   std::int64_t f() const { return config_.intermediate_size; }
   std::int64_t qkv_width() const { return config_.q_size() + 2 * config_.kv_size(); }
   // Runs all layers on `hidden`; layer inputs are copied to `layer_inputs` unless that is null.
-  void ForwardLayers(const Pass& pass, Buffer<T>* hidden, T* layer_inputs);
+  void ForwardLayers(const Pass& pass, Buffer<Sum>* hidden, Sum* layer_inputs);
   // hidden += attention(norm(hidden)); leaves normed, qkv, attention and lse in the workspace.
-  void ForwardAttention(const Pass& pass, int layer, T* hidden);
-  void ForwardMlp(const Pass& pass, int layer, T* hidden);
+  void ForwardAttention(const Pass& pass, int layer, Sum* hidden);
+  void ForwardMlp(const Pass& pass, int layer, Sum* hidden);
   // `grad`: dL/d(layer output) in, dL/d(layer input) out.
-  void BackwardLayer(const Pass& pass, int layer, const T* input, T* grad);
-  void BackwardMlp(const Pass& pass, int layer, const T* middle, T* grad);
-  void BackwardAttention(const Pass& pass, int layer, const T* input, T* grad);
+  void BackwardLayer(const Pass& pass, int layer, const Sum* input, Sum* grad);
+  void BackwardMlp(const Pass& pass, int layer, const Sum* middle, Sum* grad);
+  void BackwardAttention(const Pass& pass, int layer, const Sum* input, Sum* grad);
   // y = beta y + x W^T + adapters.
-  void ForwardLinear(const Pass& pass, const Linear& linear, Matrix<const T> x, Matrix<T> y, double beta);
+  template <typename Y>
+  void ForwardLinear(const Pass& pass, const Linear& linear, Matrix<const T> x, Matrix<Y> y, double beta);
   // grad_x = grad_y W + adapters' part; adds the adapters' gradients. `needs_grad_x` false: gradients of adapters only.
   void BackwardLinear(const Pass& pass, const Linear& linear, Matrix<const T> x, Matrix<const T> grad_y, Matrix<T> grad_x,
                       bool needs_grad_x);
   // x as the adapter of (layer, kind) sees it.
   Matrix<const T> Dropped(const Pass& pass, const Linear& linear, LinearKind kind, Matrix<const T> x);
   void MultiplyByDropoutMask(const LoraDropout& dropout, const Linear& linear, LinearKind kind, Matrix<T> x);
-  Buffer<T> GatherHeadInput(Plan* plan, std::int64_t num_head_rows, const T* hidden);
+  Buffer<T> GatherHeadInput(Plan* plan, std::int64_t num_head_rows, const Sum* hidden);
 
   const ModelConfig config_;
   const NetworkWeights<T> weights_;
