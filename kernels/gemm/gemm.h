@@ -24,7 +24,8 @@ struct MatrixView {
   MatrixView Transposed() const { return {data, dtype, columns, rows, column_stride, row_stride}; }
 };
 
-// a [m, k] and b [k, n] of one type, fp32 or bf16; c [m, n] fp32 or, with bf16 factors, bf16; c's column_stride is 1.
+// a [m, k] and b [k, n] of one type, fp32 or bf16; c [m, n] fp32 or, with bf16 factors, bf16; c's column_stride is 1. Where a
+// bf16 c is added to, cuBLASLt may round alpha a b to bf16 before it adds beta c and rounds again; an fp32 c gets it unrounded.
 struct GemmParams {
   MatrixView a = {};
   MatrixView b = {};

@@ -75,8 +75,15 @@ class GemmGpuTest : public DeviceKernelTest {
     // Sums of k products below 1 grow as sqrt(k) / 3; adding them one by one in fp32 is off by 0.1 k 2^-24 (standard deviation),
     // so that k 2^-24 is ten of them: a fortieth of what TF32 would be off by at k = 4096. Tensor cores cut off where
     // others round.
-    const double absolute = static_cast<double>(product.k + 4) * 0x1p-24 * (product.factors == DType::kFp32 ? 1 : 8);
-    ExpectClose(device_c.Read(product.result, what), c, LastPlace(product.result), absolute, what);
+    double absolute = static_cast<double>(product.k + 4) * 0x1p-24 * (product.factors == DType::kFp32 ? 1 : 8);
+    double relative = LastPlace(product.result);
+    if (product.result == DType::kBf16 && product.beta != 0) {
+      // Half a unit of alpha a b, which is rounded too: at most 2^-8 of it, and it is no larger than the result and beta c
+      // together, c below 1.
+      absolute += 0x1p-8 * std::abs(static_cast<double>(product.beta));
+      relative += 0x1p-8;
+    }
+    ExpectClose(device_c.Read(product.result, what), c, relative, absolute, what);
   }
 
   std::unique_ptr<DeviceArray> workspace_;
