@@ -5,8 +5,9 @@
 # A second run is a no-op that takes seconds. Runs as root, or as a user who may use sudo.
 #
 #   deploy/install_dependencies.sh [--cuda | --no-cuda] [--checks]
-#     --cuda      with the CUDA libraries, and with the CUDA toolkit too if no nvcc is found (2.6 GB of download in all)
-#     --no-cuda   without them, even if an nvcc is found; default: with the libraries exactly if an nvcc is found
+#     --cuda      with the CUDA libraries, and with the toolkit too (2.6 GB of download in all) unless the machine has one that serves: CUDA 13
+#                 with cuDNN and NCCL
+#     --no-cuda   without them; default: as --cuda where a GPU or such a toolkit is found
 #     --checks    also clang-14, clang-tidy-14 and clang-format-14, which the lint tests and the preset cpu-clang use
 #   TANDEM_CACHE=DIR puts the cache elsewhere (default ~/.cache/tandem).
 set -euo pipefail
@@ -49,14 +50,22 @@ if [ ${#missing[@]} -gt 0 ]; then
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}"
 fi
 
-nvcc=
-for candidate in "$(command -v nvcc || true)" /usr/local/cuda/bin/nvcc; do
-  if [ -x "$candidate" ]; then nvcc=$candidate; break; fi
-done
+# Whether the machine's own toolkit serves, without anything from PyPI but what it never has.
+has_toolkit() {
+  local nvcc library_paths
+  library_paths=$(ldconfig -p 2>/dev/null || /sbin/ldconfig -p)
+  for nvcc in "$(command -v nvcc || true)" /usr/local/cuda/bin/nvcc; do
+    [ -x "$nvcc" ] && "$nvcc" --version | grep -q 'release 13\.' || continue
+    [ -e "$(dirname "$nvcc")/../include/cudnn.h" ] || [ -e /usr/include/cudnn.h ] || [ -e /usr/include/x86_64-linux-gnu/cudnn.h ] || continue
+    [[ $library_paths == *libcudnn.so.9* && $library_paths == *libnccl.so.2* ]] && return 0
+  done
+  return 1
+}
 sets=(--set cpu)
-if [ $cuda = yes ] || { [ $cuda = auto ] && { [ -n "$nvcc" ] || [ -x "$deps/nvidia/cu13/bin/nvcc" ]; }; }; then
-  sets=(--set cuda)
-  if [ -z "$nvcc" ]; then sets+=(--set toolkit); fi
+if has_toolkit; then
+  if [ $cuda != no ]; then sets=(--set cuda); fi
+elif [ $cuda = yes ] || { [ $cuda = auto ] && { [ -x "$deps/nvidia/cu13/bin/nvcc" ] || "$root/deploy/has_gpu.sh"; }; }; then
+  sets=(--set cuda --set toolkit)
 fi
 /usr/bin/python3 "$root/tools/fetch_deps.py" --dest "$deps" "${sets[@]}"
 echo "Dependencies are in $deps"

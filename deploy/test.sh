@@ -3,8 +3,8 @@
 # Fails if a test fails.
 #
 #   deploy/test.sh [--preset=NAME] [--label=REGEX]
-#     --preset  one of CMakePresets.json; default: cuda where an nvcc is found, else cpu
-#     --label   only tests whose label matches: unit, system, learn, gpu
+#     --preset  one of CMakePresets.json; default: cuda where its dependencies are (a GPU or a CUDA toolkit), else cpu
+#     --label   only tests whose label matches: unit, system, learn, gpu; those of gpu skip, and say why, where no GPU is
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -21,9 +21,12 @@ done
 deploy/install_dependencies.sh --checks
 if [ -z "$preset" ]; then
   preset=cpu
-  for nvcc in "$(command -v nvcc || true)" /usr/local/cuda/bin/nvcc "${TANDEM_CACHE:-$HOME/.cache/tandem}/deps/nvidia/cu13/bin/nvcc"; do
-    if [ -x "$nvcc" ]; then preset=cuda; break; fi
-  done
+  deps=${TANDEM_CACHE:-$HOME/.cache/tandem}/deps
+  if [ -e "$deps/torch/lib/libtorch_cuda.so" ]; then
+    for nvcc in "$deps/nvidia/cu13/bin/nvcc" "$(command -v nvcc || true)" /usr/local/cuda/bin/nvcc; do
+      if [ -x "$nvcc" ]; then preset=cuda; break; fi
+    done
+  fi
 fi
 
 # Compiler results are the same in whatever folder the clone lies.

@@ -62,7 +62,7 @@ def run_tandem(args, folder):
                 rows.write(json.dumps({"prompt": f"{i + 2} + {i + 5} = ?", "answer": 2 * i + 7}) + "\n")
         with open(os.path.join(folder, "job.textproto"), "w") as job:
             job.write(JOB % {"steps": args.steps, "new_tokens": args.new_tokens})
-        memory = subprocess.Popen([sys.executable, os.path.join(ROOT, "deploy/quickstart/watch_memory.py"), os.path.join(folder, "peak"),
+        memory = subprocess.Popen([sys.executable, os.path.join(ROOT, "deploy/quickstart/watch_memory.py"), os.path.join(folder, "peak.json"),
                                    *(str(d.pid) for d in daemons)])
         submitted = tandem("submit", os.path.join(folder, "job.textproto"))
         if submitted.returncode != 0:
@@ -76,8 +76,8 @@ def run_tandem(args, folder):
             event = json.loads(line)
             if "step" in event:
                 steps.append({v["name"]: v["value"] for v in event["step"]["values"]})
-        with open(os.path.join(folder, "peak")) as peak:
-            peak_bytes = int(peak.read())
+        with open(os.path.join(folder, "peak.json")) as peak:
+            peak_bytes = json.load(peak)["host_bytes"]
     finally:
         for daemon in daemons:
             daemon.terminate()

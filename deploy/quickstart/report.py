@@ -34,7 +34,7 @@ def plot(curve, held_out, terminal, output=None):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", required=True)
-    parser.add_argument("--peak_bytes_file", required=True)
+    parser.add_argument("--memory", required=True, help="what watch_memory.py wrote")
     parser.add_argument("--seconds", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--report", required=True)
@@ -51,15 +51,19 @@ def main():
                 evaluations.append(event["evaluation"])
     if not curve or len(evaluations) < 2:
         sys.exit(f"{args.events}: {len(curve)} steps and {len(evaluations)} evaluations; a finished job has steps and two evaluations")
-    with open(args.peak_bytes_file) as peak:
-        peak_bytes = int(peak.read())
+    with open(args.memory) as peak:
+        memory = json.load(peak)
+    is_on_gpu = "device_bytes" in memory
 
     def rewards(evaluation):
         return {"total": evaluation["reward"], **named(evaluation["rewards"])}
 
     before, after = rewards(evaluations[0]), rewards(evaluations[-1])
-    report = {"reward_before": before, "reward_after": after, "seconds": args.seconds, "peak_bytes": peak_bytes, "seed": args.seed,
-              "steps": len(curve), "held_out_prompts": evaluations[0]["num_prompts"]}
+    # peak_bytes is host memory; what is in use on a GPU counts all processes on it.
+    report = {"reward_before": before, "reward_after": after, "seconds": args.seconds, "device": "cuda" if is_on_gpu else "cpu",
+              "peak_bytes": memory["host_bytes"], "seed": args.seed, "steps": len(curve), "held_out_prompts": evaluations[0]["num_prompts"]}
+    if is_on_gpu:
+        report |= {"device_peak_bytes": memory["device_bytes"], "device_pool_bytes": memory["device_pool_bytes"]}
     with open(args.report, "w") as out:
         json.dump(report, out, indent=2)
         out.write("\n")
@@ -67,7 +71,14 @@ def main():
     print(f"{'held-out reward':<18}{'before':>8}{'after':>8}{'gain':>8}")
     for name in before:
         print(f"{name:<18}{before[name]:>8.3f}{after[name]:>8.3f}{after[name] - before[name]:>+8.3f}")
-    print(f"{evaluations[0]['num_prompts']} prompts, {len(curve)} steps, {args.seconds} s, peak {peak_bytes / 2**20:.0f} MiB for both daemons")
+    print(f"{evaluations[0]['num_prompts']} prompts, {len(curve)} steps, {args.seconds} s, peak {memory['host_bytes'] / 2**20:.0f} MiB of host memory "
+          "for both daemons")
+    if is_on_gpu:
+        print(f"GPU: peak {memory['device_bytes'] / 2**20:.0f} MiB in use on the card, all processes; the pool is "
+              f"{memory['device_pool_bytes'] / 2**20:.0f} MiB of it")
+    if not shutil.which("gnuplot"):
+        print("no gnuplot, so no curve")
+        return
     held_out = [(e["step"], e["reward"]) for e in evaluations]
     width = max(60, min(110, shutil.get_terminal_size().columns - 2))
     print(plot(curve, held_out, f"dumb size {width},22"))
