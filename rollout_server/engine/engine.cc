@@ -219,7 +219,12 @@ void Engine::SettlePending() {
       ++pending;
       continue;
     }
-    if (!is_abandoned && pending->reply->Claim()) { pending->reply->Set(PauseNow()); }
+    if (!is_abandoned && pending->reply->Claim()) {
+      const absl::Status status = PauseNow();
+      pending->reply->Set(status);
+      // The bookkeeping of what the cache held touches no memory of the elastic range: the caller need not wait for it.
+      if (status.ok()) scheduler_.PreemptAll();
+    }
     pending = pending_yields_.erase(pending);
     const bool is_still_draining = std::any_of(pending_yields_.begin(), pending_yields_.end(),
                                                [](const PendingYield& other) { return other.mode == v1::STREAM_MODE_DRAIN; });
@@ -233,7 +238,6 @@ absl::Status Engine::PauseNow() {
     CheckDevice();
     return Annotate(status, "fence before the elastic memory is yielded");
   }
-  scheduler_.PreemptAll();
   is_paused_ = true;
   PublishStatus();
   return absl::OkStatus();

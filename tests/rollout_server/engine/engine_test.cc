@@ -282,7 +282,7 @@ TEST(EngineTest, PauseAnswersAfterTheLastStepAndResumesWithTheSameTokens) {
   test.gate.Open();
   ASSERT_TRUE(yielded.get().ok());
   EXPECT_TRUE(test.engine->status().is_paused);
-  EXPECT_EQ(test.engine->status().kv_blocks_used, 0);
+  EXPECT_TRUE(test.AwaitNoBlocks());
   EXPECT_TRUE(test.Yield(v1::STREAM_MODE_DRAIN).ok()) << "idempotent";
   batches.push_back(OneGroup(Prompt(10, 9), 1, 20));
   sinks.push_back(test.Submit(batches.back()));
