@@ -1,5 +1,6 @@
-// The forward pass on the GPU: bf16 weights, activations and KV cache, fp32 residual stream, sums and logits. A step is packed
-// into one page-locked buffer, copied once, and enqueued on one stream; memory comes from the workspace alone.
+// The forward pass on the GPU: weights in bf16 or codes of bf16 values, bf16 activations and KV cache, fp32 residual stream, sums
+// and logits. A step is packed into one page-locked buffer, copied once, and enqueued on one stream; memory comes from the
+// workspace alone.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -18,6 +19,7 @@
 #include "kernels/embedding/embedding.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/kv_cache/kv_cache.h"
+#include "kernels/quantize/quantized_matrix.h"
 #include "kernels/rms_norm/rms_norm.h"
 #include "kernels/swiglu/swiglu.h"
 #include "rollout_server/model/cuda_step_graphs.h"
@@ -94,6 +96,7 @@ struct WorkspacePlaces {
     attention_index_bytes = PagedAttentionIndexBytes(shape, options.max_batch_tokens, options.max_sequences);
     attention_indices = put(attention_index_bytes);
     gemm = put(kGemmWorkspaceBytes);
+    dense = put(IsQuantized(options.weight_format) ? std::max({d * (q + 2 * kv), d * q, d * 2 * f}) * kBf16Bytes : 0);
     adapter_bytes = DeviceAdapters::Bytes(config, options.max_adapters, options.max_adapter_rank);
     adapters = put(adapter_bytes);
   }
@@ -105,6 +108,7 @@ struct WorkspacePlaces {
   std::uint64_t cosines, sines;  // fp32 [max_positions, head_dim / 2]
   std::uint64_t step_indices, attention_partials, attention_partial_bytes, attention_indices, attention_index_bytes;
   std::uint64_t gemm, adapters, adapter_bytes;
+  std::uint64_t dense;  // values of the weight in codes that is multiplied with
   std::uint64_t total_bytes = 0;
 };
 
@@ -162,6 +166,7 @@ class CudaDecoderModel : public DecoderModel {
  private:
   void* stream() const { return stream_->handle(); }
   float* hidden() const { return reinterpret_cast<float*>(at(places_.hidden)); }
+  bool is_quantized() const { return IsQuantized(layout_.format); }
   std::byte* at(std::uint64_t begin) const { return options_.workspace.data() + begin; }
   const std::byte* Weight(const TensorPlace& place) const { return weights_ + place.begin_bytes; }
   const void* WeightOrNull(const std::optional<TensorPlace>& place) const { return place.has_value() ? Weight(*place) : nullptr; }
@@ -445,11 +450,25 @@ absl::Status CudaDecoderModel::LinearTo(const StepShape& shape, const void* x, c
                       .columns = width,
                       .row_stride = width};
   };
-  TANDEM_RETURN_IF_ERROR(gemm_->Run({.a = rows_of(x, 0, shape.num_rows, inputs),
-                                     .b = rows_of(Weight(weight), 0, outputs, inputs).Transposed(),
-                                     .c = y,
-                                     .beta = beta},
-                                    stream()));
+  if (is_quantized() && shape.num_rows <= kFewRows) {
+    TANDEM_RETURN_IF_ERROR(MultiplyFew({.weight = QuantizedMatrixAt(layout_, weight, weights_),
+                                        .x = x,
+                                        .y = const_cast<void*>(y.data),
+                                        .y_dtype = y.dtype,
+                                        .is_added = beta != 0,
+                                        .num_rows = shape.num_rows},
+                                       Device::kCuda, stream()));
+  } else {
+    const std::byte* values = Weight(weight);
+    if (is_quantized()) {
+      values = at(places_.dense);
+      TANDEM_RETURN_IF_ERROR(
+          Dequantize(QuantizedMatrixAt(layout_, weight, weights_), at(places_.dense), Device::kCuda, stream()));
+    }
+    TANDEM_RETURN_IF_ERROR(gemm_->Run(
+        {.a = rows_of(x, 0, shape.num_rows, inputs), .b = rows_of(values, 0, outputs, inputs).Transposed(), .c = y, .beta = beta},
+        stream()));
+  }
   for (const AdapterRun& run : shape.runs) {
     if (run.adapter == nullptr) continue;
     const DeviceAdapter::Pair& pair = run.adapter->pair(layer, group);
@@ -486,8 +505,10 @@ absl::Status CheckOptions(const ModelConfig& config, const WeightLayout& layout,
   const auto fault = [&](const auto&... parts) {
     return absl::InvalidArgumentError(absl::StrCat("model '", config.name, "' on the GPU: ", parts...));
   };
-  if (layout.format != StorageFormat::kBf16)
-    return fault("weights are ", StorageFormatName(layout.format), "; bf16 is supported");
+  if (layout.format == StorageFormat::kFp32 || layout.format != options.weight_format) {
+    return fault("weights are ", StorageFormatName(layout.format), ", the workspace is for ",
+                 StorageFormatName(options.weight_format), "; bf16, fp8 and nf4 are supported");
+  }
   if (options.kv_dtype != DType::kBf16) return fault("the KV cache is bf16");
   if (config.head_dim != 64 && config.head_dim != 128) return fault("head_dim ", config.head_dim, "; 64 and 128 are supported");
   if (options.max_batch_tokens < 1 || options.max_sequences < 1 || options.max_logit_rows < 1 || options.max_adapters < 0 ||

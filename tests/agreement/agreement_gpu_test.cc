@@ -93,7 +93,8 @@ double Draw(const float* logits, std::size_t vocab_size, double uniform, std::ui
 }
 
 Drawn Rollout(const Weights& weights, const Ids& prompt, const AdapterView& adapter) {
-  DecoderModelOptions options = {.device = Device::kCuda, .kv_dtype = DType::kBf16, .block_tokens = kBlockTokens};
+  DecoderModelOptions options = {
+      .device = Device::kCuda, .weight_format = StorageFormat::kBf16, .kv_dtype = DType::kBf16, .block_tokens = kBlockTokens};
   options.num_blocks = kNumSequences * kBlocksOfSequence;
   options.max_sequences = kNumSequences;
   options.max_logit_rows = kNumSequences;

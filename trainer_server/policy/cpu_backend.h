@@ -53,6 +53,10 @@ class CpuBackend {
   void Embed(Plan* plan, const T* embedding, Sum* hidden);
   void Norm(const Sum* x, const T* weight, T* y, std::int64_t rows);                                  // RMSNorm of rows of d
   void NormBackward(const Sum* x, const T* weight, const T* grad_y, Sum* grad_x, std::int64_t rows);  // grad_x: added to
+  // A weight as the products below take it: its own memory, or values made of its codes in `scratch`.
+  Matrix<const T> Values(const LinearWeight<T>& weight, std::int64_t outputs, std::int64_t inputs, T*) {
+    return {weight.values, outputs, inputs};
+  }
   // c = beta c + alpha a b; c: of T or Sum.
   void Multiply(Matrix<const T> a, Matrix<const T> b, Matrix<T> c, double alpha = 1, double beta = 0) {
     tandem::Multiply(a, b, c, alpha, beta);

@@ -180,6 +180,14 @@ Matrix<const T> CudaBackend<T>::ToElements(Matrix<const Sum> x, Matrix<T> scratc
 }
 
 template <typename T>
+Matrix<const T> CudaBackend<T>::Values(const LinearWeight<T>& weight, std::int64_t outputs, std::int64_t inputs, T* scratch) {
+  if (!weight.codes.has_value()) return {weight.values, outputs, inputs};
+  TORCH_CHECK(kDType == DType::kBf16, "weights in codes are multiplied with in bf16");
+  Check(Dequantize(*weight.codes, scratch, Device::kCuda, stream_->handle()));
+  return {scratch, outputs, inputs};
+}
+
+template <typename T>
 void CudaBackend<T>::Embed(Plan* plan, const T* embedding, Sum* hidden) {
   Check(Embedding({.dtype = kDType,
                    .table = embedding,

@@ -67,6 +67,7 @@ class CudaBackend {
   }
   void Zero(Sum* to, std::int64_t count);
   Matrix<const T> ToElements(Matrix<const Sum> x, Matrix<T> scratch);
+  Matrix<const T> Values(const LinearWeight<T>& weight, std::int64_t outputs, std::int64_t inputs, T* scratch);
   void Embed(Plan* plan, const T* embedding, Sum* hidden);
   void Norm(const Sum* x, const T* weight, T* y, std::int64_t rows);
   void NormBackward(const Sum* x, const T* weight, const T* grad_y, Sum* grad_x, std::int64_t rows);

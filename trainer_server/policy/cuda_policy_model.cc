@@ -42,11 +42,7 @@ absl::StatusOr<std::unique_ptr<PolicyModel>> CreateCudaPolicyModel(const ModelCo
   if (layout.format == StorageFormat::kFp32) {
     return Make<float>(config, layout, weights, memory, options, device, std::move(adapter_layout));
   }
-  if (layout.format == StorageFormat::kBf16) {
-    return Make<Bf16>(config, layout, weights, memory, options, device, std::move(adapter_layout));
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat("policy: weights stored as ", StorageFormatName(layout.format), "; bf16 and fp32 are trained on"));
+  return Make<Bf16>(config, layout, weights, memory, options, device, std::move(adapter_layout));
 }
 
 }  // namespace tandem

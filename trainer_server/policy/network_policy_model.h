@@ -2,6 +2,7 @@
 // one.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -22,21 +23,26 @@ namespace tandem {
 // Everything inside the model's limits; rows inside the batch. Errors: INVALID_ARGUMENT naming the fault.
 absl::Status CheckMicroBatch(const ModelConfig& config, const MicroBatch& batch);
 
-// Views of arrays of T in the weights region.
+// Views of arrays of T, and of codes, in the weights region.
 template <typename T>
 NetworkWeights<T> WeightsAt(const WeightLayout& layout, const std::byte* base) {
   const auto at = [base](const TensorPlace& place) { return reinterpret_cast<const T*>(base + place.begin_bytes); };
   const auto optional = [&](const std::optional<TensorPlace>& place) { return place.has_value() ? at(*place) : nullptr; };
   NetworkWeights<T> weights;
+  const auto linear = [&](const LinearPlace& place) -> LinearWeight<T> {
+    if (!IsQuantized(layout.format)) return at(place);
+    weights.max_codes = std::max(weights.max_codes, place.shape[0] * place.shape[1]);
+    return QuantizedMatrixAt(layout, place, base);
+  };
   weights.embedding = at(layout.embedding);
   for (const LayerPlaces& places : layout.layers) {
     weights.layers.push_back({.input_norm = at(places.input_norm),
-                              .qkv = at(places.qkv),
+                              .qkv = linear(places.qkv),
                               .after_qkv = {optional(places.qkv_bias), optional(places.q_norm), optional(places.k_norm)},
-                              .o = at(places.o),
+                              .o = linear(places.o),
                               .post_norm = at(places.post_norm),
-                              .gate_up = at(places.gate_up),
-                              .down = at(places.down)});
+                              .gate_up = linear(places.gate_up),
+                              .down = linear(places.down)});
   }
   weights.final_norm = at(layout.final_norm);
   weights.head = at(layout.head);

@@ -3,11 +3,23 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "common/model/model_config.h"
+#include "kernels/quantize/quantized_matrix.h"
 
 namespace tandem {
+
+// Of a linear layer: values, or the codes that a backend makes values of when it multiplies.
+template <typename T>
+struct LinearWeight {
+  LinearWeight() = default;
+  LinearWeight(const T* values_in) : values(values_in) {}             // NOLINT(google-explicit-constructor)
+  LinearWeight(const QuantizedMatrix& codes_in) : codes(codes_in) {}  // NOLINT(google-explicit-constructor)
+  const T* values = nullptr;
+  std::optional<QuantizedMatrix> codes;
+};
 
 template <typename T>
 struct NetworkWeights {
@@ -19,17 +31,18 @@ struct NetworkWeights {
   };
   struct Layer {
     const T* input_norm = nullptr;  // shapes as in weight_layout.h
-    const T* qkv = nullptr;
+    LinearWeight<T> qkv;
     AfterQkv after_qkv;
-    const T* o = nullptr;
+    LinearWeight<T> o;
     const T* post_norm = nullptr;
-    const T* gate_up = nullptr;
-    const T* down = nullptr;
+    LinearWeight<T> gate_up;
+    LinearWeight<T> down;
   };
   const T* embedding = nullptr;
   std::vector<Layer> layers;
   const T* final_norm = nullptr;
   const T* head = nullptr;
+  std::int64_t max_codes = 0;  // the most values of a linear layer in codes; 0: there is none
 };
 
 // One linear layer's adapter: y += scale (drop(x) A^T) B^T.

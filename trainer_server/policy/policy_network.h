@@ -65,7 +65,7 @@ class PolicyNetwork {
   };
   struct Linear {  // one fused dense layer: its kinds lie side by side in y's columns
     int layer;
-    const T* weight;
+    const LinearWeight<T>& weight;
     std::span<const LinearKind> kinds;
     std::int64_t first_row = 0;  // of x in the micro-batch
   };

@@ -5,13 +5,13 @@
 #include <numeric>
 #include <string>
 
-#include "common/model/weight_codecs.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "rollout_server/model/decoder_model.h"
 #include "rollout_server/sample/sampler.h"
 #include "tests/support/device_bytes.h"
 #include "tests/support/naive_transformer.h"
+#include "tests/support/quantized_weights.h"
 
 namespace tandem {
 namespace {
@@ -38,23 +38,17 @@ ModelConfig GpuConfig(int head_dim = 64) {
   return config;
 }
 
-// fp32 and bf16 copies of one model: the fp32 values are what bf16 can hold.
+// One model twice: as the GPU gets it, and as the fp32 values that it computes with, which bf16 can hold.
 struct Weights {
   TinyModel model;
-  WeightLayout layout;  // bf16
-  AlignedBytes bytes;   // as `layout` says
+  WeightLayout layout;
+  std::vector<std::byte> bytes;  // as `layout` says
 
-  explicit Weights(const ModelConfig& config = GpuConfig())
-      : model(config), layout(WeightLayout::Create(config, StorageFormat::kBf16)), bytes(layout.total_bytes) {
-    const auto from = model.layout.Tensors(), to = layout.Tensors();
-    for (std::size_t t = 0; t < from.size(); ++t) {
-      float* const values = model.Weight(*from[t]);
-      auto* const rounded = reinterpret_cast<std::uint16_t*>(bytes.data() + to[t]->begin_bytes);
-      for (std::size_t i = 0; i < from[t]->size_bytes / sizeof(float); ++i) {
-        rounded[i] = FloatToBf16(values[i]);
-        values[i] = Bf16ToFloat(rounded[i]);
-      }
-    }
+  explicit Weights(const ModelConfig& config = GpuConfig(), StorageFormat format = StorageFormat::kBf16)
+      : model(config), layout(WeightLayout::Create(config, format)) {
+    testing::EncodedWeights encoded(model.layout, model.weights->data(), layout);
+    encoded.Decode(model.weights->data());
+    bytes = encoded.bytes();
   }
 };
 
@@ -138,6 +132,7 @@ class GpuModel {
     cache_.Fill(0xff);  // what a former holder of the memory left must not matter
     EXPECT_EQ(weights_.Upload(weights.bytes.data(), weights.layout.total_bytes), absl::OkStatus());
     options_.device = Device::kCuda;
+    options_.weight_format = weights.layout.format;
     options_.kv_dtype = DType::kBf16;
     options_.block_tokens = kBlockTokens;
     options_.num_blocks = kNumBlocks;
@@ -237,6 +232,42 @@ TEST_F(CudaDecoderModelTest, PrefillMixedAndDecodeStepsAgreeWithTheCpu) {
         std::vector<Feeder::Chunk> chunks;
         for (int s = 0; s < 4; ++s) chunks.push_back({s, {static_cast<std::uint32_t>(13 * t + s)}});
         step(chunks, false, absl::StrCat("decode ", t));
+      }
+    }
+  }
+}
+
+// Steps of more rows than kFewRows and of fewer, single ones and captured ones, under an adapter and under none.
+TEST_F(CudaDecoderModelTest, WeightsInCodesAgreeWithTheCpuOnTheirValues) {
+  for (const StorageFormat format : {StorageFormat::kFp8Row, StorageFormat::kNf4}) {
+    for (const bool has_bias_and_norms : {false, true}) {
+      SCOPED_TRACE(absl::StrCat(StorageFormatName(format), has_bias_and_norms ? " with bias and norms" : ""));
+      ModelConfig config = GpuConfig();
+      config.has_qkv_bias = config.has_qk_norm = has_bias_and_norms;
+      const Weights weights(config, format);
+      const GpuModel gpu(weights);
+      const CpuModel cpu(weights);
+      const DeviceAdapterCopy adapter(config, 16, testing::AllLinearKinds(), 0.5f, 3);
+      Feeder feeder;
+      const auto step = [&](const std::vector<Feeder::Chunk>& chunks, bool wants_all, const std::string& what) {
+        StepBatch batch = feeder.Next(chunks, wants_all);
+        batch.adapters = {adapter.device_view(1)};
+        const std::vector<Row> rows = gpu.Run(batch);
+        batch.adapters = {adapter.host_view()};
+        ExpectAgree(rows, cpu.Run(batch), what);
+      };
+      step({{0, RandomIds(1, 61)}, {1, RandomIds(2, 16), 0}, {2, RandomIds(3, 1)}}, true, "prefill");
+      step({{0, {5}}, {1, RandomIds(4, 9), 0}, {2, RandomIds(5, 6)}}, true, "mixed, 16 rows");
+      for (std::uint32_t t = 0; t < 6; ++t) {
+        step({{0, {13 * t}}, {1, {13 * t + 1}}, {2, {13 * t + 2}}}, false, absl::StrCat("decode ", t));
+        step({{0, {7 * t}, 0}, {1, {7 * t + 1}, 0}}, false, absl::StrCat("decode under the adapter ", t));
+      }
+      std::vector<Feeder::Chunk> many;
+      for (int s = 3; s < 23; ++s) many.push_back({s, RandomIds(static_cast<std::uint64_t>(s), 3)});
+      step(many, false, "prefill of many");
+      for (std::uint32_t t = 0; t < 4; ++t) {
+        for (Feeder::Chunk& chunk : many) chunk.ids = {t + static_cast<std::uint32_t>(chunk.sequence)};
+        step(many, false, absl::StrCat("decode of many ", t));
       }
     }
   }

@@ -14,6 +14,7 @@
 #include "nlohmann/json.hpp"
 #include "tests/support/device_bytes.h"
 #include "tests/support/naive_transformer.h"
+#include "tests/support/quantized_weights.h"
 #include "tests/trainer_server/support/packed_groups.h"
 #include "trainer_server/optim/adamw.h"
 #include "trainer_server/policy/cuda_backend.h"
@@ -55,20 +56,11 @@ void ScaleMatrices(const TinyModel& model, float factor) {
 
 // The same weights in another format's layout.
 std::vector<std::byte> InFormat(const TinyModel& model, const WeightLayout& layout) {
-  std::vector<std::byte> bytes(layout.total_bytes);
-  const std::vector<const TensorPlace*> from = model.layout.Tensors(), to = layout.Tensors();
-  for (std::size_t t = 0; t < from.size(); ++t) {
-    const float* values = model.Weight(*from[t]);
-    for (std::uint64_t i = 0; i < from[t]->size_bytes / sizeof(float); ++i) {
-      if (layout.format == StorageFormat::kFp32) {
-        std::memcpy(bytes.data() + to[t]->begin_bytes + 4 * i, values + i, 4);
-      } else {
-        const std::uint16_t rounded = FloatToBf16(values[i]);
-        std::memcpy(bytes.data() + to[t]->begin_bytes + 2 * i, &rounded, 2);
-      }
-    }
+  if (layout.format != StorageFormat::kFp32) {
+    return testing::EncodedWeights(model.layout, model.weights->data(), layout).bytes();
   }
-  return bytes;
+  const std::span<const std::byte> bytes = model.weights->span();
+  return {bytes.begin(), bytes.end()};
 }
 
 double Cosine(const std::vector<double>& a, const std::vector<double>& b) {
@@ -286,6 +278,39 @@ TEST_F(PolicyGpuTest, FollowsTheCpuInTheShapeOfSmolLm2) {
     EXPECT_LT(logprob, is_fp32 ? 1e-4 : 0.2);
     EXPECT_LT(mean, is_fp32 ? 1e-5 : 0.02);
     EXPECT_GE(cosine, is_fp32 ? 0.99999 : 0.999);
+  }
+}
+
+// Codes and the bf16 values that they stand for: the same products, but for the algorithm that cuBLASLt takes for their
+// alignment.
+TEST_F(PolicyGpuTest, WeightsInCodesTrainAsTheirValuesInBf16) {
+  ModelConfig config = testing::TinyConfig();
+  config.num_heads = 4;
+  config.num_kv_heads = 2;
+  config.head_dim = 64;
+  config.hidden_size = 256;
+  config.intermediate_size = 448;
+  for (const StorageFormat format : {StorageFormat::kFp8Row, StorageFormat::kNf4}) {
+    for (const double dropout : {0.0, 0.25}) {
+      const TinyModel base(config), values(config);
+      const WeightLayout layout = WeightLayout::Create(config, format);
+      testing::EncodedWeights(base.layout, base.weights->data(), layout).Decode(values.weights->data());
+      const TinyAdapter adapter(config, 4, testing::AllLinearKinds(), 0.05f, 3);
+      PolicyOptions options = AllLayers(4, 0.05f);
+      options.dropout = dropout;
+      const std::vector<MicroBatch> batches = Pack(TwoGroups());
+      const Result codes = GpuPolicy(base, format, options, adapter, device()).Run(batches, true);
+      const Result dense = GpuPolicy(values, StorageFormat::kBf16, options, adapter, device()).Run(batches, true);
+      const double logprob = LargestDifference(codes.scores.logprobs, dense.scores.logprobs),
+                   cosine = Cosine(codes.gradient, dense.gradient);
+      std::printf("%s against its values in bf16, dropout=%.2f: log-probs %.2e, gradient cosine 1 - %.2e\n",
+                  StorageFormatName(format), dropout, logprob, 1 - cosine);
+      EXPECT_LT(logprob, 0.05);
+      EXPECT_GE(cosine, 0.9999);
+      // The test can fail: the weights before they were encoded are others.
+      const Result other = GpuPolicy(base, StorageFormat::kBf16, options, adapter, device()).Run(batches, true);
+      EXPECT_GT(LargestDifference(codes.scores.logprobs, other.scores.logprobs), 2 * logprob + 0.01);
+    }
   }
 }
 
