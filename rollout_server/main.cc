@@ -11,6 +11,7 @@
 #include "absl/flags/flag.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
+#include "common/gpu/device_code.h"
 #include "common/model/model_source.h"
 #include "common/model/prompt_encoder.h"
 #include "common/rpc/daemon.h"
@@ -124,6 +125,13 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<DecoderModel> model,
                           DecoderModel::Create(description.config, layout, pool->region(v1::REGION_KIND_WEIGHTS).data(), elastic,
                                                device_options.model));
+  const bool is_on_gpu = pool->device() == Device::kCuda;
+  TANDEM_LOG(kInfo, "main", "compute device=", DescribeDevice(pool->device()), " weights=", StorageFormatName(description.format),
+             " products=",
+             !is_on_gpu                        ? "fp32"
+             : IsQuantized(description.format) ? "bf16(dequantised; few rows from the codes)"
+                                               : "bf16",
+             " attention=", is_on_gpu ? "FlashInfer's prefill template" : "own(paged)");
   TANDEM_LOG(kInfo, "main", "kv_cache blocks=", num_blocks, " block_tokens=", block_tokens,
              " tokens=", std::int64_t{num_blocks} * block_tokens, " bytes=", FormatBytes(num_blocks * block_bytes));
 

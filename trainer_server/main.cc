@@ -10,6 +10,7 @@
 #include "absl/flags/flag.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
+#include "common/gpu/device_code.h"
 #include "common/model/model_source.h"
 #include "common/model/prompt_encoder.h"
 #include "common/rpc/daemon.h"
@@ -18,6 +19,7 @@
 #include "common/torch/arena_allocator.h"
 #include "kernels/adamw/adamw.h"
 #include "trainer_server/checkpoint/durable_file.h"
+#include "trainer_server/policy/cuda_policy_model.h"
 #include "trainer_server/service/job_service.h"
 
 ABSL_FLAG(int, content_limit_gib, 64, "data sets and adapters kept under --data_dir, in GiB");
@@ -87,6 +89,12 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   environment.enter_arena = [device](std::span<std::byte> elastic) {
     return std::make_shared<ArenaScope>(elastic, "activations", device);
   };
+  TANDEM_LOG(kInfo, "main", "compute device=", DescribeDevice(device), " weights=", StorageFormatName(description.format),
+             " products=",
+             device == Device::kCpu            ? "fp32"
+             : IsQuantized(description.format) ? "bf16(dequantised)"
+                                               : "bf16",
+             " attention=", device == Device::kCpu ? "own(packed)" : CudaAttentionName(description.config));
   JobRunner runner(store.get(), environment, {.directory = config.data_dir});
   const JobSurroundings surroundings{description.config, encoder, content.get(), environment.standing_bytes};
   JobService service(

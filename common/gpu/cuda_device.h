@@ -5,12 +5,15 @@
 #include <memory>
 #include <string>
 
+#include "common/gpu/device_code.h"
 #include "common/gpu/stream.h"
 
 namespace tandem::internal {
 
 std::string CudaDeviceName();
 absl::StatusOr<std::string> CudaDeviceUuid();
+absl::StatusOr<ComputeCapability> CudaCapability();
+const char* CudaArchitectures();  // that the build has code for: CMake's names with commas, or "none"
 absl::Status CudaCopy(void* destination, const void* source, std::size_t size_bytes);
 absl::Status CudaZero(void* destination, std::size_t size_bytes);
 absl::StatusOr<DeviceMemoryUse> CudaDriverMemory();

@@ -1,8 +1,10 @@
 #include "common/gpu/device.h"
 
+#include <charconv>
 #include <cstring>
 #include <vector>
 
+#include "absl/strings/str_split.h"
 #include "common/gpu/cuda_device.h"
 #include "common/gpu/stream.h"
 
@@ -29,7 +31,44 @@ absl::Status CopyOnHost(void* destination, const void* source, std::size_t size_
   return absl::OkStatus();
 }
 
+// One of CMake's names: "90a-real". Without -real or -virtual it is both.
+bool EntryRuns(std::string_view entry, ComputeCapability capability) {
+  int number = 0;
+  const char* const end = entry.data() + entry.size();
+  const auto [rest, error] = std::from_chars(entry.data(), end, number);
+  if (error != std::errc()) return false;
+  const std::string_view kind(rest, end);
+  const int actual = capability.major * 10 + capability.minor;
+  const bool is_for_one = !kind.empty() && kind.front() != '-';
+  if (is_for_one || actual <= number) return actual == number;
+  return kind != "-real" || number / 10 == capability.major;
+}
+
 }  // namespace
+
+absl::StatusOr<ComputeCapability> DeviceCapability() { return internal::CudaCapability(); }
+
+bool DeviceCodeRuns(std::string_view architectures, ComputeCapability capability) {
+  for (const absl::string_view entry : absl::StrSplit(ToAbsl(architectures), ',')) {
+    if (EntryRuns({entry.data(), entry.size()}, capability)) return true;
+  }
+  return false;
+}
+
+absl::Status CheckDeviceCode() {
+  TANDEM_ASSIGN_OR_RETURN(const ComputeCapability capability, DeviceCapability());
+  if (DeviceCodeRuns(internal::CudaArchitectures(), capability)) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("the GPU ", DeviceName(Device::kCuda), " has compute capability ",
+                                                    capability.major, ".", capability.minor, "; this build has code for ",
+                                                    internal::CudaArchitectures(), " alone (CMAKE_CUDA_ARCHITECTURES)"));
+}
+
+std::string DescribeDevice(Device device) {
+  const absl::StatusOr<ComputeCapability> capability = DeviceCapability();
+  if (device == Device::kCpu || !capability.ok()) return DeviceName(device);
+  return absl::StrCat(DeviceName(device), " capability=", capability->major, ".", capability->minor,
+                      " code=", internal::CudaArchitectures());
+}
 
 absl::Status BuiltWithoutCuda(const char* what) {
   return absl::UnimplementedError(absl::StrCat(what, ": this build has no device code (TANDEM_CUDA=OFF)"));

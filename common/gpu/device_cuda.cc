@@ -75,6 +75,18 @@ absl::StatusOr<std::string> CudaDeviceUuid() {
   return uuid;
 }
 
+absl::StatusOr<ComputeCapability> CudaCapability() {
+  if (!HasCudaDevice()) return absl::FailedPreconditionError("device capability: no GPU is visible");
+  ComputeCapability capability;
+  TANDEM_RETURN_IF_ERROR(CudaToStatus(cudaDeviceGetAttribute(&capability.major, cudaDevAttrComputeCapabilityMajor, 0),
+                                      "reading the GPU's compute capability"));
+  TANDEM_RETURN_IF_ERROR(CudaToStatus(cudaDeviceGetAttribute(&capability.minor, cudaDevAttrComputeCapabilityMinor, 0),
+                                      "reading the GPU's compute capability"));
+  return capability;
+}
+
+const char* CudaArchitectures() { return TANDEM_CUDA_ARCHITECTURES; }
+
 absl::Status CudaCopy(void* destination, const void* source, std::size_t size_bytes) {
   if (size_bytes == 0) return absl::OkStatus();
   TANDEM_RETURN_IF_ERROR(

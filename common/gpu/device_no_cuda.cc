@@ -9,6 +9,8 @@ namespace internal {
 
 std::string CudaDeviceName() { return "none"; }
 absl::StatusOr<std::string> CudaDeviceUuid() { return BuiltWithoutCuda("device uuid"); }
+absl::StatusOr<ComputeCapability> CudaCapability() { return BuiltWithoutCuda("device capability"); }
+const char* CudaArchitectures() { return "none"; }
 absl::Status CudaCopy(void*, const void*, std::size_t) { return BuiltWithoutCuda("device copy"); }
 absl::Status CudaZero(void*, std::size_t) { return BuiltWithoutCuda("device memset"); }
 absl::StatusOr<DeviceMemoryUse> CudaDriverMemory() { return BuiltWithoutCuda("driver memory"); }

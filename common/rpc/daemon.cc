@@ -13,11 +13,13 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "absl/flags/usage_config.h"
 #include "absl/strings/match.h"
 #include "absl/time/clock.h"
 #include "common/base/check.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
+#include "common/gpu/device_code.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/health_check_service_interface.h"
 
@@ -80,7 +82,11 @@ Device DeviceFlag() {
   const std::string device = absl::GetFlag(FLAGS_device);
   if (device == "cpu") return Device::kCpu;
   if (device != "auto" && device != "cuda") BadFlag(absl::StrCat("--device=", device, " is none of auto, cpu, cuda"));
-  if (HasCudaDevice()) return Device::kCuda;
+  if (HasCudaDevice()) {
+    if (const absl::Status status = CheckDeviceCode(); !status.ok())
+      BadFlag(absl::StrCat("--device=", device, ": ", status.message(), "; --device=cpu does without"));
+    return Device::kCuda;
+  }
   if (device == "cuda")
     BadFlag(
         "--device=cuda: no GPU is visible: the driver is missing, CUDA_VISIBLE_DEVICES hides it, or this build has no device "
@@ -159,6 +165,11 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
                                 const std::string& default_listen, const std::string& default_metrics,
                                 const std::string& default_peer) {
   absl::SetProgramUsageMessage(absl::StrCat(program, ": one half of a Tandem pair"));
+  absl::FlagsUsageConfig usage;
+  usage.contains_help_flags = [](absl::string_view file) {  // all of ours, not only those of the file with main()
+    return absl::EndsWith(file, "common/rpc/daemon.cc") || absl::EndsWith(file, "_server/main.cc");
+  };
+  absl::SetFlagsUsageConfig(usage);
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
   if (rest.size() > 1) BadFlag(absl::StrCat("'", rest[1], "' is no flag: ", program, " takes flags only"));
   LogLevel level = LogLevel::kInfo;

@@ -31,6 +31,10 @@ std::unique_ptr<PolicyModel> Make(const ModelConfig& config, const WeightLayout&
 
 }  // namespace
 
+std::string CudaAttentionName(const ModelConfig& config) {
+  return FlashAttention::Serves(config) ? "LibTorch's flash attention" : "own(packed)";
+}
+
 absl::StatusOr<std::unique_ptr<PolicyModel>> CreateCudaPolicyModel(const ModelConfig& config, const WeightLayout& layout,
                                                                    const std::byte* weights, const AdapterMemory& memory,
                                                                    const PolicyOptions& options, const PolicyDevice& device,

@@ -3,10 +3,14 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "trainer_server/policy/policy_model.h"
 
 namespace tandem {
+
+// What computes attention there, for a log.
+std::string CudaAttentionName(const ModelConfig& config);
 
 // Computes in the weights' type: bf16, or fp32. Requires: the arguments as PolicyModel::Create checked them. Errors:
 // INVALID_ARGUMENT (storage format, head size), UNIMPLEMENTED (no device code in this build).

@@ -3,6 +3,8 @@
 
 namespace tandem {
 
+std::string CudaAttentionName(const ModelConfig&) { return "none"; }
+
 absl::StatusOr<std::unique_ptr<PolicyModel>> CreateCudaPolicyModel(const ModelConfig&, const WeightLayout&, const std::byte*,
                                                                    const AdapterMemory&, const PolicyOptions&,
                                                                    const PolicyDevice&, AdapterLayout) {

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "common/gpu/device_code.h"
 #include "common/gpu/dtype.h"
 #include "common/gpu/stream.h"
 
@@ -23,6 +24,35 @@ TEST(DeviceTest, ElementsHaveTheirSizes) {
   EXPECT_EQ(ElementBytes(DType::kFp32), 4u);
   EXPECT_EQ(ElementBytes(DType::kBf16), 2u);
   EXPECT_EQ(ElementBytes(DType::kFp8E4m3), 1u);
+}
+
+TEST(DeviceTest, MachineCodeRunsOnItsMajorNumberFromItsMinorOneOn) {
+  EXPECT_TRUE(DeviceCodeRuns("80-real", {8, 0}));
+  EXPECT_TRUE(DeviceCodeRuns("80-real", {8, 9}));
+  EXPECT_FALSE(DeviceCodeRuns("86-real", {8, 0}));
+  EXPECT_FALSE(DeviceCodeRuns("80-real", {9, 0}));
+  EXPECT_TRUE(DeviceCodeRuns("80-real,90a-real,120-real", {12, 1}));
+  EXPECT_FALSE(DeviceCodeRuns("80-real,90a-real,120-real", {10, 0}));
+}
+
+TEST(DeviceTest, CodeWithALetterRunsOnItsOwnGpuAlone) {
+  EXPECT_TRUE(DeviceCodeRuns("90a-real", {9, 0}));
+  EXPECT_TRUE(DeviceCodeRuns("90a", {9, 0}));
+  EXPECT_FALSE(DeviceCodeRuns("90a", {10, 0}));
+  EXPECT_FALSE(DeviceCodeRuns("100f-virtual", {10, 3}));
+}
+
+TEST(DeviceTest, PtxRunsOnEveryLaterGpu) {
+  EXPECT_TRUE(DeviceCodeRuns("80", {12, 0}));
+  EXPECT_TRUE(DeviceCodeRuns("80-virtual", {9, 0}));
+  EXPECT_FALSE(DeviceCodeRuns("90", {8, 9}));
+  EXPECT_FALSE(DeviceCodeRuns("none", {9, 0}));
+  EXPECT_FALSE(DeviceCodeRuns("", {9, 0}));
+}
+
+TEST(DeviceTest, ThisBuildHasCodeForTheGpuThatTestsRunOn) {
+  if (!HasCudaDevice()) GTEST_SKIP() << "no GPU";
+  EXPECT_TRUE(CheckDeviceCode().ok()) << CheckDeviceCode() << ' ' << DescribeDevice(Device::kCuda);
 }
 
 TEST(DeviceTest, WithoutAGpuItsCallsFailAndNothingThrows) {
