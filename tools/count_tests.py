@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints one line 'N passed, N failed[, N skipped]' for a run of ctest.
+"""Prints why cases of a run of ctest were skipped, then one line 'N passed, N failed[, N skipped]'.
 
   count_tests.py DIR
 
@@ -13,7 +13,14 @@ import sys
 import xml.etree.ElementTree as ElementTree
 
 
-def count_cases(path):
+def reason_of(case):
+    """GoogleTest writes 'file:line', then the words of GTEST_SKIP."""
+    skipped = case.find("skipped")
+    words = (skipped.get("message") or skipped.text or "") if skipped is not None else ""
+    return " ".join(words.split("\n")[1:]).strip() or "no reason given"
+
+
+def count_cases(path, reasons):
     counts = collections.Counter()
     for case in ElementTree.parse(path).iter("testcase"):
         if case.find("failure") is not None:
@@ -22,6 +29,7 @@ def count_cases(path):
             continue  # disabled or filtered out
         elif case.get("result") == "skipped" or case.find("skipped") is not None:
             counts["skipped"] += 1
+            reasons[reason_of(case)] += 1
         else:
             counts["passed"] += 1
     return counts
@@ -29,11 +37,11 @@ def count_cases(path):
 
 def main():
     folder = sys.argv[1]
-    total = collections.Counter()
+    total, reasons = collections.Counter(), collections.Counter()
     for test in ElementTree.parse(os.path.join(folder, "ctest.junit")).iter("testcase"):
         status = test.get("status")  # run, fail, notrun, disabled
         cases_path = os.path.join(folder, test.get("name") + ".xml")
-        counts = count_cases(cases_path) if os.path.exists(cases_path) else collections.Counter()
+        counts = count_cases(cases_path, reasons) if os.path.exists(cases_path) else collections.Counter()
         if status == "fail" and counts["failed"] == 0:
             counts["failed"] = 1
         elif status == "disabled" or (status == "notrun" and test.find("skipped") is not None):
@@ -43,6 +51,8 @@ def main():
         elif not counts:
             counts["passed"] = 1
         total += counts
+    for reason, count in reasons.most_common():
+        print(f"skipped {count}: {reason}")
     line = f"{total['passed']} passed, {total['failed']} failed"
     if total["skipped"]:
         line += f", {total['skipped']} skipped"
