@@ -22,7 +22,7 @@ tar -C "$work/some where" -xJf "$work/package.tar.xz"
 cd "$work/elsewhere"
 package=("$work/some where"/tandem-*)
 package=${package[0]}
-run() { env -i PATH=/usr/bin:/bin HOME="$work/elsewhere" TANDEM_TORCH="$deps/torch" "$@"; }
+clean=(env -i PATH=/usr/bin:/bin HOME="$work/elsewhere" TANDEM_TORCH="$deps/torch")
 
 for file in "$package"/libexec/*; do
   if readelf -d "$file" | grep -E 'RPATH|RUNPATH'; then fail "$file names folders of the machine that built it"; fi
@@ -31,7 +31,7 @@ if grep -rlF "$source_dir/" "$package"/{bin,share,lib} "$package"/*.*; then fail
 
 # Where each library comes from: the package, LibTorch and what it brings, CUDA's toolkit, or a library that every host has.
 for program in rollout_server trainer_server tandem; do
-  outside=$(run "$package/bin/tandem-env" ldd "$package/libexec/$program" | sed -n 's/^\t\([^ ]*\) => \(.*\) (0x.*/\1 \2/p; /not found/p' |
+  outside=$("${clean[@]}" "$package/bin/tandem-env" ldd "$package/libexec/$program" | sed -n 's/^\t\([^ ]*\) => \(.*\) (0x.*/\1 \2/p; /not found/p' |
     grep -vF " $package/lib/" | grep -vF "$(realpath "$deps")/" | grep -vE '^lib(cu|nv|nccl)[^ ]* /usr/local/cuda' |
     grep -vE '^lib(c|m|dl|rt|pthread|util|resolv|stdc\+\+|gcc_s)\.so' || true)
   [ -z "$outside" ] || fail "$program takes from outside: $outside"
@@ -46,13 +46,13 @@ expect_refusal() {
 mkdir -p old/lib
 touch old/lib/libtorch_cpu.so old/lib/libtorch_cuda.so
 printf "__version__ = '1.2.3+cu118'\ncuda: Optional[str] = '11.8'\n" > old/version.py
-expect_refusal "old (TANDEM_TORCH): version 1.2.3+cu118" run env TANDEM_TORCH="$PWD/old" "$package/bin/rollout_server"
-expect_refusal "nothing (TANDEM_TORCH): no lib/libtorch_cpu.so" run env TANDEM_TORCH="$PWD/nothing" "$package/bin/trainer_server"
+expect_refusal "old (TANDEM_TORCH): version 1.2.3+cu118" "${clean[@]}" TANDEM_TORCH="$PWD/old" "$package/bin/rollout_server"
+expect_refusal "nothing (TANDEM_TORCH): no lib/libtorch_cpu.so" "${clean[@]}" TANDEM_TORCH="$PWD/nothing" "$package/bin/trainer_server"
 
 # Abseil ends --help with code 1.
-[[ $(run "$package/bin/tandem" --help || true) == *"tandem submit"* ]] || fail "tandem --help"
+[[ $("${clean[@]}" "$package/bin/tandem" --help || true) == *"tandem submit"* ]] || fail "tandem --help"
 for program in rollout_server trainer_server; do
-  [[ $(run "$package/bin/$program" --help || true) == *"--pool_bytes"* ]] || fail "$program --help"
+  [[ $("${clean[@]}" "$package/bin/$program" --help || true) == *"--pool_bytes"* ]] || fail "$program --help"
 done
 
 mapfile -t ports < <(python3 -c '
@@ -63,11 +63,11 @@ for s in sockets: print(s.getsockname()[1])')
 rollout=127.0.0.1:${ports[0]} trainer=127.0.0.1:${ports[1]}
 common=(--device=cpu --metrics=off --run_dir="$work/pool" --model="$source_dir/tests/golden/families/llama3" --trainer_standing_bytes=64MiB)
 mkdir -m 700 "$work/pool"
-run "$package/bin/rollout_server" --listen=$rollout --peer=$trainer --data_dir="$work/rollout" "${common[@]}" 2> rollout.log &
+"${clean[@]}" "$package/bin/rollout_server" --listen=$rollout --peer=$trainer --data_dir="$work/rollout" "${common[@]}" 2> rollout.log &
 pids+=($!)
-run "$package/bin/trainer_server" --listen=$trainer --peer=$rollout --data_dir="$work/trainer" "${common[@]}" 2> trainer.log &
+"${clean[@]}" "$package/bin/trainer_server" --listen=$trainer --peer=$rollout --data_dir="$work/trainer" "${common[@]}" 2> trainer.log &
 pids+=($!)
-client() { run "$package/bin/tandem" --trainer=$trainer --rollout=$rollout "$@"; }
+client() { "${clean[@]}" "$package/bin/tandem" --trainer=$trainer --rollout=$rollout "$@"; }
 for _ in $(seq 300); do
   if client --timeout=2s status > status.txt 2>&1; then break; fi
   for pid in "${pids[@]}"; do kill -0 "$pid" 2> /dev/null || { cat ./*.log >&2; fail "a daemon stopped"; }; done
