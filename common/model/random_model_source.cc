@@ -143,21 +143,26 @@ class RandomModelSource final : public ModelSource {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<ModelSource>> OpenRandomModel(const std::string& shape) {
+absl::StatusOr<ModelConfig> ConfigOfShape(const std::string& shape) {
   std::string names;
   for (const Shape& known : kShapes) {
     if (shape != known.name) {
       absl::StrAppend(&names, names.empty() ? "" : ", ", known.name);
       continue;
     }
-    ModelDescription description;
-    description.config = known.config();
-    description.config.name = absl::StrCat("random in the shape of ", shape);
-    description.tokenizer = ByteTokenizer(description.config.vocab_size);
-    TANDEM_RETURN_IF_ERROR(ValidateModelConfig(description.config));
-    return std::make_unique<RandomModelSource>(std::move(description));
+    ModelConfig config = known.config();
+    config.name = absl::StrCat("random in the shape of ", shape);
+    TANDEM_RETURN_IF_ERROR(ValidateModelConfig(config));
+    return config;
   }
   return absl::InvalidArgumentError(absl::StrCat("random weights: no shape is named '", shape, "'; there are ", names));
+}
+
+absl::StatusOr<std::unique_ptr<ModelSource>> OpenRandomModel(const std::string& shape) {
+  ModelDescription description;
+  TANDEM_ASSIGN_OR_RETURN(description.config, ConfigOfShape(shape));
+  description.tokenizer = ByteTokenizer(description.config.vocab_size);
+  return std::make_unique<RandomModelSource>(std::move(description));
 }
 
 }  // namespace tandem

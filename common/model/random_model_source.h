@@ -13,7 +13,9 @@ namespace tandem {
 
 inline constexpr std::string_view kRandomModelPrefix = "random:";
 
-// "smollm2-135m", "llama-3.1-8b", "qwen3-8b". Errors: INVALID_ARGUMENT naming the shapes that there are.
+// The sizes of "smollm2-135m", "llama-3.1-8b", "qwen3-8b". Errors: INVALID_ARGUMENT naming the shapes that there are.
+absl::StatusOr<ModelConfig> ConfigOfShape(const std::string& shape);
+// Errors: those of ConfigOfShape.
 absl::StatusOr<std::unique_ptr<ModelSource>> OpenRandomModel(const std::string& shape);
 
 }  // namespace tandem

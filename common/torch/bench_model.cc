@@ -5,29 +5,9 @@
 
 #include "common/base/random.h"
 #include "common/model/model_source.h"
+#include "common/model/random_model_source.h"
 
 namespace tandem {
-namespace {
-
-ModelConfig SmolLm2Shape() {
-  ModelConfig config;
-  config.family = "llama";
-  config.name = "random in the shape of SmolLM2-135M";
-  config.num_layers = 30;
-  config.hidden_size = 576;
-  config.intermediate_size = 1536;
-  config.num_heads = 9;
-  config.num_kv_heads = 3;
-  config.head_dim = 64;
-  config.vocab_size = 49152;
-  config.max_positions = 8192;
-  config.rope_theta = 100000;
-  config.is_embedding_tied = true;
-  return config;
-}
-
-}  // namespace
-
 BenchBytes::BenchBytes(std::uint64_t size_bytes)
     : size_(size_bytes), bytes_(new (std::align_val_t(64)) std::byte[size_bytes](), [](std::byte* bytes) {
         ::operator delete[](bytes, std::align_val_t(64));
@@ -40,7 +20,7 @@ void BenchBytes::FillRandom() const {
 
 absl::StatusOr<BenchModel> BenchModel::Open(const std::string& path) {
   std::unique_ptr<ModelSource> source;
-  ModelConfig config = SmolLm2Shape();
+  TANDEM_ASSIGN_OR_RETURN(ModelConfig config, ConfigOfShape("smollm2-135m"));
   if (!path.empty()) {
     TANDEM_ASSIGN_OR_RETURN(source, ModelSource::Open(path));
     config = source->description().config;

@@ -16,13 +16,14 @@
 #include "absl/time/clock.h"
 #include "common/base/random.h"
 #include "common/base/units.h"
+#include "common/model/random_model_source.h"
 #include "common/model/weight_codecs.h"
 #include "rollout_server/bench/bench_memory.h"
 #include "rollout_server/bench/read_sweep.h"
 #include "rollout_server/model/decoder_model.h"
 #include "rollout_server/sample/sampler.h"
 
-ABSL_FLAG(std::string, shape, "llama-3.1-8b", "llama-3.1-8b or smollm2-135m");
+ABSL_FLAG(std::string, shape, "llama-3.1-8b", "smollm2-135m, llama-3.1-8b or qwen3-8b");
 ABSL_FLAG(std::string, cases, "a,c,d", "a: 64 sequences, 256 + 1024 tokens; c: 8 of one prompt, 512 + 8192; d: 256, 256 + 512");
 ABSL_FLAG(int, rank, 0, "rank of an adapter on all linear layers; 0: none");
 ABSL_FLAG(int, steps, 24, "timed steps at each context length");
@@ -42,25 +43,6 @@ struct Case {
   bool is_prompt_shared = false;
 };
 const std::array<Case, 3> kCases = {{{"a", 64, 256, 1024, false}, {"c", 8, 512, 8192, true}, {"d", 256, 256, 512, false}}};
-
-absl::StatusOr<ModelConfig> ShapeByName(const std::string& name) {
-  ModelConfig config;
-  config.family = "llama";
-  config.name = name;
-  if (name == "llama-3.1-8b") {
-    config.num_layers = 32, config.hidden_size = 4096, config.intermediate_size = 14336;
-    config.num_heads = 32, config.num_kv_heads = 8, config.head_dim = 128;
-    config.vocab_size = 128256, config.max_positions = 16384, config.rope_theta = 500000;
-    return config;
-  }
-  if (name == "smollm2-135m") {
-    config.num_layers = 30, config.hidden_size = 576, config.intermediate_size = 1536;
-    config.num_heads = 9, config.num_kv_heads = 3, config.head_dim = 64;
-    config.vocab_size = 49152, config.max_positions = 16384, config.rope_theta = 100000, config.is_embedding_tied = true;
-    return config;
-  }
-  return absl::InvalidArgumentError(absl::StrCat("--shape=", name, " is not llama-3.1-8b or smollm2-135m"));
-}
 
 constexpr std::size_t kPatternValues = (std::size_t{1} << 22) + 64;  // no multiple of any row
 float PatternValue(std::size_t i) { return static_cast<float>((RandomUniform(1, i) * 2 - 1) * 0.03); }
@@ -181,7 +163,7 @@ absl::Status RunCase(const Bench& bench, const Case& c, const Sequences& sequenc
   const double floor_seconds = step_bytes / bench.sweep_bytes_per_second;
   if (absl::GetFlag(FLAGS_json)) {
     std::printf(
-        "{\"bench\":\"rollout\",\"shape\":\"%s\",\"case\":\"%s\",\"weights\":\"bf16\",\"kv\":\"bf16\",\"rank\":%d,\"sequences\":%"
+        "{\"bench\":\"rollout\",\"model\":\"%s\",\"case\":\"%s\",\"weights\":\"bf16\",\"kv\":\"bf16\",\"rank\":%d,\"sequences\":%"
         "d,"
         "\"prompt\":%d,\"tokens\":%d,\"prefill_seconds\":%.4f,\"step_ms_first\":%.4f,\"step_ms_middle\":%.4f,\"step_ms_last\":%."
         "4f,"
@@ -203,7 +185,7 @@ absl::Status RunCase(const Bench& bench, const Case& c, const Sequences& sequenc
 absl::Status RunBench() {
   if (!HasCudaDevice()) return absl::FailedPreconditionError("no CUDA device");
   Bench bench;
-  TANDEM_ASSIGN_OR_RETURN(bench.config, ShapeByName(absl::GetFlag(FLAGS_shape)));
+  TANDEM_ASSIGN_OR_RETURN(bench.config, ConfigOfShape(absl::GetFlag(FLAGS_shape)));
   bench.layout = WeightLayout::Create(bench.config, StorageFormat::kBf16);
   const std::string wanted = absl::GetFlag(FLAGS_cases);
   int num_blocks = 1;

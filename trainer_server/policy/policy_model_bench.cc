@@ -18,6 +18,7 @@
 #include "common/gpu/stream.h"
 #include "common/memory/pool_chunks.h"
 #include "common/model/model_source.h"
+#include "common/model/random_model_source.h"
 #include "common/model/weight_codecs.h"
 #include "common/torch/arena_allocator.h"
 #include "common/torch/parallel.h"
@@ -29,7 +30,7 @@
 
 ABSL_FLAG(std::string, device, "cpu", "cpu (fp32 weights) or cuda (bf16 weights)");
 ABSL_FLAG(std::string, model, "", "model directory or GGUF file; empty: random weights in --shape");
-ABSL_FLAG(std::string, shape, "smollm2", "smollm2 or llama8b, where no model is named");
+ABSL_FLAG(std::string, shape, "smollm2-135m", "smollm2-135m, llama-3.1-8b or qwen3-8b, where no model is named");
 ABSL_FLAG(int, memory_gib, 4, "memory for weights, trained state and activations");
 ABSL_FLAG(int, batch, 64, "completions of a step");
 ABSL_FLAG(int, group_size, 8, "completions that share a prompt");
@@ -83,9 +84,7 @@ class BenchMemory {
  public:
   static absl::StatusOr<BenchMemory> Create(Device device, std::uint64_t size_bytes) {
     std::unique_ptr<PoolMemory> memory = PoolMemory::CreateMemfd();
-    if (device == Device::kCuda) {
-      TANDEM_ASSIGN_OR_RETURN(memory, PoolMemory::CreateCuda());
-    }
+    if (device == Device::kCuda) { TANDEM_ASSIGN_OR_RETURN(memory, PoolMemory::CreateCuda()); }
     const std::uint64_t chunk_bytes = RoundUp(std::uint64_t{64} << 20, memory->granularity_bytes());
     const auto num_chunks = static_cast<std::uint32_t>((size_bytes + chunk_bytes - 1) / chunk_bytes);
     TANDEM_RETURN_IF_ERROR(RaiseDescriptorLimit(num_chunks));
@@ -119,38 +118,6 @@ struct BenchedModel {
   std::span<std::byte> weights;
 };
 
-absl::StatusOr<ModelConfig> ShapeOfName(const std::string& name) {
-  ModelConfig config;
-  config.family = "llama";
-  if (name == "smollm2") {
-    config.name = "random in the shape of SmolLM2-135M";
-    config.num_layers = 30;
-    config.hidden_size = 576;
-    config.intermediate_size = 1536;
-    config.num_heads = 9;
-    config.num_kv_heads = 3;
-    config.head_dim = 64;
-    config.vocab_size = 49152;
-    config.max_positions = 8192;
-    config.rope_theta = 100000;
-    config.is_embedding_tied = true;
-  } else if (name == "llama8b") {
-    config.name = "random in the shape of Llama-3.1-8B";
-    config.num_layers = 32;
-    config.hidden_size = 4096;
-    config.intermediate_size = 14336;
-    config.num_heads = 32;
-    config.num_kv_heads = 8;
-    config.head_dim = 128;
-    config.vocab_size = 128256;
-    config.max_positions = 131072;
-    config.rope_theta = 500000;
-  } else {
-    return absl::InvalidArgumentError(absl::StrCat("--shape=", name, ": smollm2 and llama8b are known"));
-  }
-  return config;
-}
-
 // Random numbers in [-0.05, 0.05), the same block again and again.
 absl::Status FillRandom(Device device, StorageFormat format, std::span<std::byte> weights) {
   constexpr std::size_t kCount = std::size_t{1} << 22;
@@ -172,7 +139,7 @@ absl::StatusOr<BenchedModel> OpenModel(Device device, BenchMemory* memory) {
   BenchedModel model;
   std::unique_ptr<ModelSource> source;
   if (const std::string path = absl::GetFlag(FLAGS_model); path.empty()) {
-    TANDEM_ASSIGN_OR_RETURN(model.config, ShapeOfName(absl::GetFlag(FLAGS_shape)));
+    TANDEM_ASSIGN_OR_RETURN(model.config, ConfigOfShape(absl::GetFlag(FLAGS_shape)));
   } else {
     TANDEM_ASSIGN_OR_RETURN(source, ModelSource::Open(path));
     model.config = source->description().config;

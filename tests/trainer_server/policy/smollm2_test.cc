@@ -54,7 +54,7 @@ Json Golden(const std::string& name) { return Json::parse(std::ifstream(std::str
 class Sequence {
  public:
   explicit Sequence(const std::vector<AdapterView>& adapters = {})
-      : adapters_(adapters), cache_(kBlocks * DecoderModel::BlockBytes(Model().config, kBlockTokens)) {
+      : adapters_(adapters), cache_(kBlocks * DecoderModel::BlockBytes(Model().config, kBlockTokens, DType::kFp32)) {
     auto decoder = DecoderModel::Create(Model().config, Model().layout, Model().weights->data(), cache_.span(),
                                         {.block_tokens = kBlockTokens, .num_blocks = kBlocks});
     EXPECT_TRUE(decoder.ok()) << decoder.status();
