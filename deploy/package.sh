@@ -64,11 +64,11 @@ done < <(ldd "$build"/bin/{rollout_server,trainer_server,tandem} | sed -n 's/^\t
 strip --strip-unneeded "$top"/lib/*
 for package in $(printf '%s\n' "${packages[@]}" | sort -u); do cp -L "/usr/share/doc/$package/copyright" "$top/share/licenses/$package"; done
 
-sed -e "s/@torch@/$torch/; s/@cuda@/$cuda/" deploy/package/tandem-env > "$top/bin/tandem-env"
+sed -e "s/@torch@/$torch/g; s/@cuda@/$cuda/" deploy/package/tandem-env > "$top/bin/tandem-env"
 chmod 755 "$top/bin/tandem-env"
 for program in rollout_server trainer_server tandem; do ln -s tandem-env "$top/bin/$program"; done
 cp deploy/package/run_quickstart.sh "$top"
-sed -e "s/@version@/$version/; s/@torch@/$torch/" deploy/package/README.md > "$top/README.md"
+sed -e "s/@version@/$version/; s/@torch@/$torch/g" deploy/package/README.md > "$top/README.md"
 cp deploy/has_gpu.sh tools/fetch_deps.py "$top/share"
 cp -r deploy/quickstart "$top/share/quickstart"
 cp proto/job.proto "$top/share"
