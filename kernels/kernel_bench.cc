@@ -164,7 +164,7 @@ BenchCase RmsNormCase(std::int64_t rows, std::int64_t width, const BenchMemory& 
           .launch = [=, weight_begin = weight.begin()](std::byte* memory, void* stream) {
             Cursor cursor(memory);
             RmsNormParams params{.dtype = kType, .weight = weight_begin};
-            params.input = static_cast<const float*>(cursor.Take(2 * count));
+            params.input = reinterpret_cast<const float*>(cursor.Take(2 * count));
             params.output = cursor.Take(count);
             params.num_rows = rows;
             params.width = width;
@@ -182,9 +182,9 @@ BenchCase RmsNormBackwardCase(std::int64_t rows, std::int64_t width, const Bench
           .launch = [=, weight_begin = weight.begin()](std::byte* memory, void* stream) {
             Cursor cursor(memory);
             RmsNormBackwardParams params{.dtype = kType, .weight = weight_begin};
-            params.input = static_cast<const float*>(cursor.Take(2 * count));
+            params.input = reinterpret_cast<const float*>(cursor.Take(2 * count));
             params.grad_output = cursor.Take(count);
-            params.grad_input = static_cast<float*>(cursor.Take(2 * count));
+            params.grad_input = reinterpret_cast<float*>(cursor.Take(2 * count));
             params.num_rows = rows;
             params.width = width;
             params.epsilon = 1e-5f;
@@ -196,11 +196,11 @@ BenchCase SwigluCase(std::int64_t rows, std::int64_t width) {
   const std::int64_t count = rows * width;
   return {.kernel = "swiglu",
           .shape = absl::StrCat("[", rows, ", ", width, "]"),
-          .footprint_bytes = Cursor::BytesOf(2 * count) + Cursor::BytesOf(count),
-          .moved_bytes = 3.0 * static_cast<double>(count) * static_cast<double>(ElementBytes(kType)),
+          .footprint_bytes = Cursor::BytesOf(4 * count) + Cursor::BytesOf(count),
+          .moved_bytes = 5.0 * static_cast<double>(count) * static_cast<double>(ElementBytes(kType)),
           .launch = [=](std::byte* memory, void* stream) {
             Cursor cursor(memory);
-            SwigluParams params{.dtype = kType, .gate_up = cursor.Take(2 * count)};
+            SwigluParams params{.dtype = kType, .gate_up = reinterpret_cast<const float*>(cursor.Take(4 * count))};
             params.output = cursor.Take(count);
             params.num_rows = rows;
             params.width = width;

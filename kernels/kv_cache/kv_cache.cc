@@ -17,15 +17,21 @@ void RopeAndCacheReference(const RopeAndCacheParams& p) {
   std::vector<float> head_values(static_cast<std::size_t>(dim));
   float* const head = head_values.data();
   for (std::int64_t row = 0; row < p.num_rows; ++row) {
-    T* const x = static_cast<T*>(p.qkv) + row * num_heads * dim;
+    const float* const x = p.qkv + row * num_heads * dim;
+    T* const queries = static_cast<T*>(p.queries) + row * p.query_row_stride;
+    T* const unnormed = static_cast<T*>(p.unnormed) + row * (p.num_heads + p.num_kv_heads) * dim;
     const float *cosines = p.cosines + p.positions[row] * half, *sines = p.sines + p.positions[row] * half;
-    const std::int64_t place = p.slots[row] / p.page_tokens * p.page_stride + p.slots[row] % p.page_tokens * kv_size;
+    const std::int64_t slot = p.slots != nullptr ? p.slots[row] : row;
+    const std::int64_t place = slot / p.page_tokens * p.page_stride + slot % p.page_tokens * kv_size;
     for (std::int64_t h = 0; h < num_heads; ++h) {
       const bool is_query = h < p.num_heads, is_key = !is_query && h < p.num_heads + p.num_kv_heads;
-      if (!is_query && p.slots[row] < 0) break;
+      if (!is_query && slot < 0) break;
       for (std::int64_t i = 0; i < dim; ++i) {
-        head[i] = ToFloat(x[h * dim + i]);
+        head[i] = x[h * dim + i];
         if (p.bias != nullptr) head[i] += ToFloat(static_cast<const T*>(p.bias)[h * dim + i]);
+      }
+      if (p.unnormed != nullptr && (is_query || is_key)) {
+        for (std::int64_t i = 0; i < dim; ++i) unnormed[h * dim + i] = FromFloat<T>(head[i]);
       }
       const auto* norm = static_cast<const T*>(is_query ? p.q_norm : is_key ? p.k_norm : nullptr);
       if (norm != nullptr) {
@@ -34,7 +40,7 @@ void RopeAndCacheReference(const RopeAndCacheParams& p) {
         const double scale = 1 / std::sqrt(sum / static_cast<double>(dim) + static_cast<double>(p.epsilon));
         for (std::int64_t i = 0; i < dim; ++i) head[i] *= static_cast<float>(scale) * ToFloat(norm[i]);
       }
-      T* const to = is_query ? x + h * dim
+      T* const to = is_query ? queries + h * dim
                     : is_key ? static_cast<T*>(p.keys) + place + (h - p.num_heads) * dim
                              : static_cast<T*>(p.values) + place + (h - p.num_heads - p.num_kv_heads) * dim;
       for (std::int64_t i = 0; i < half; ++i) {

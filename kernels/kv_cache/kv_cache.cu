@@ -1,6 +1,6 @@
 // RopeAndCache: one block a row, one warp a head at a time, of queries, keys and values in turn; each lane holds up to four
-// pairs. Bytes moved: queries read and written, keys and values read and written elsewhere, 4 bytes an element of qkv; bound by
-// memory, and by the launch at decode sizes.
+// pairs. Bytes moved: each element of qkv read and written elsewhere, 6 bytes in bf16; bound by memory, and by the launch at
+// decode sizes.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -31,8 +31,9 @@ __global__ void RopeAndCacheKernel(RopeAndCacheParams p) {
   const std::int64_t row = blockIdx.x;
   const int dim = p.head_dim, half = dim / 2, num_heads = p.num_heads + 2 * p.num_kv_heads;
   const int lane = static_cast<int>(threadIdx.x % 32), num_warps = static_cast<int>(blockDim.x / 32);
-  T* const x = static_cast<T*>(p.qkv) + row * num_heads * dim;
-  const std::int64_t position = p.positions[row], slot = p.slots[row];
+  const float* const x = p.qkv + row * num_heads * dim;
+  T* const queries = static_cast<T*>(p.queries) + row * p.query_row_stride;
+  const std::int64_t position = p.positions[row], slot = p.slots != nullptr ? p.slots[row] : row;
   const std::int64_t place = slot / p.page_tokens * p.page_stride + slot % p.page_tokens * (p.num_kv_heads * dim);
   for (int head = static_cast<int>(threadIdx.x / 32); head < num_heads; head += num_warps) {
     const bool is_query = head < p.num_heads, is_key = !is_query && head < p.num_heads + p.num_kv_heads;
@@ -42,13 +43,18 @@ __global__ void RopeAndCacheKernel(RopeAndCacheParams p) {
     for (int k = 0; k < kMaxPairs; ++k) {
       const int i = lane + 32 * k;
       if (i >= half) break;
-      a[k] = AsFloat(x[head * dim + i]);
-      b[k] = AsFloat(x[head * dim + i + half]);
+      a[k] = x[head * dim + i];
+      b[k] = x[head * dim + i + half];
       if (p.bias != nullptr) {
         a[k] += AsFloat(static_cast<const T*>(p.bias)[head * dim + i]);
         b[k] += AsFloat(static_cast<const T*>(p.bias)[head * dim + i + half]);
       }
       sum += a[k] * a[k] + b[k] * b[k];
+      if (p.unnormed != nullptr && (is_query || is_key)) {
+        T* const unnormed = static_cast<T*>(p.unnormed) + (row * (p.num_heads + p.num_kv_heads) + head) * dim;
+        SetElement(&unnormed[i], a[k]);
+        SetElement(&unnormed[i + half], b[k]);
+      }
     }
     const T* const norm = static_cast<const T*>(is_query ? p.q_norm : is_key ? p.k_norm : nullptr);
     if (norm != nullptr) {  // the same for the whole warp
@@ -62,7 +68,7 @@ __global__ void RopeAndCacheKernel(RopeAndCacheParams p) {
         b[k] *= scale * AsFloat(norm[i + half]);
       }
     }
-    T* const to = is_query ? x + head * dim
+    T* const to = is_query ? queries + head * dim
                   : is_key ? static_cast<T*>(p.keys) + place + (head - p.num_heads) * dim
                            : static_cast<T*>(p.values) + place + (head - p.num_heads - p.num_kv_heads) * dim;
 #pragma unroll

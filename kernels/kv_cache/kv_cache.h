@@ -1,5 +1,6 @@
 // Between the qkv product and attention: bias and norm of queries and keys where the family has them, queries and keys rotated,
-// keys and values written into their pages; and the table of cosines and sines that this reads.
+// keys and values written into their pages; and the table of cosines and sines that this reads. Both daemons use it, the trainer
+// with rows for pages, so that both round alike.
 //
 // A page of the bf16 cache is one piece, [num_layers, 2 (keys, values), page_tokens, num_kv_heads, head_dim]: a block is copied
 // at once, and the cache can grow and shrink at one end.
@@ -24,10 +25,12 @@ struct RopeTableParams {
 absl::Status FillRopeTable(const RopeTableParams& params, Device device, void* stream);
 
 struct RopeAndCacheParams {
-  DType dtype = DType::kBf16;  // of qkv and cache
-  // [num_rows, (num_heads + 2 num_kv_heads) head_dim]: queries are changed in place, keys and values only read. Half-split pairs
-  // (i, i + head_dim / 2).
-  void* qkv = nullptr;
+  DType dtype = DType::kBf16;  // of all but qkv
+  // The product, [num_rows, (num_heads + 2 num_kv_heads) head_dim]. Half-split pairs (i, i + head_dim / 2).
+  const float* qkv = nullptr;
+  void* queries = nullptr;            // row r at queries + r query_row_stride; in fp32 all results may take qkv's place
+  std::int64_t query_row_stride = 0;  // in elements
+  void* unnormed = nullptr;      // null, or [num_rows, num_heads + num_kv_heads, head_dim]: queries and keys before their norms
   const void* bias = nullptr;    // null, or [(num_heads + 2 num_kv_heads) head_dim], added first
   const void* q_norm = nullptr;  // null, or [head_dim]: RMSNorm of each query head before its rotation
   const void* k_norm = nullptr;  // null, or [head_dim]: of each key head
@@ -39,8 +42,9 @@ struct RopeAndCacheParams {
   const std::int32_t* positions = nullptr;  // [num_rows]
   const float* cosines = nullptr;           // [max_positions, head_dim / 2]
   const float* sines = nullptr;
-  const std::int32_t* slots =
-      nullptr;                   // [num_rows]: page * page_tokens + offset; below 0: the row is padding, nothing is written
+  // [num_rows]: page * page_tokens + offset; below 0: the row is padding, its keys and values are not written. Null: row i goes
+  // to slot i.
+  const std::int32_t* slots = nullptr;
   void* keys = nullptr;          // page p: [page_tokens, num_kv_heads, head_dim] at keys + p page_stride
   void* values = nullptr;        // as keys
   std::int64_t page_stride = 0;  // in elements

@@ -59,61 +59,29 @@ __global__ void SumRowsKernel(SumRowsParams params) {
   }
 }
 
-template <typename Element>
-__global__ void AddBiasKernel(AddBiasParams params) {
-  auto* x = static_cast<Element*>(params.x);
-  const auto* bias = static_cast<const Element*>(params.bias);
-  for (std::int64_t i = FirstIndex(); i < params.num_rows * params.width; i += Stride()) {
-    SetElement(x + i, AsFloat(x[i]) + AsFloat(bias[i % params.width]));
-  }
-}
-
 __device__ float WarpSum(float value) {
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
   return value;
 }
 
-// A warp a (row, head), or a null pointer beyond the last.
-template <typename Element>
-__device__ Element* HeadOf(const NormHeadsParams& params, std::int64_t* row, std::int64_t* head) {
-  const std::int64_t item = FirstIndex() / 32;
-  if (item >= params.num_rows * params.num_heads) return nullptr;
-  *row = item / params.num_heads;
-  *head = item % params.num_heads;
-  return static_cast<Element*>(params.x) + *row * params.row_stride + *head * params.head_dim;
-}
-
-template <typename Element>
-__global__ void NormHeadsKernel(NormHeadsParams params) {
-  std::int64_t row = 0, head = 0;
-  Element* const x = HeadOf<Element>(params, &row, &head);
-  if (x == nullptr) return;
-  const auto* weight = static_cast<const Element*>(params.weight);
-  float squares = 0;
-  for (std::int64_t i = threadIdx.x % 32; i < params.head_dim; i += 32) squares += AsFloat(x[i]) * AsFloat(x[i]);
-  const float inverse = rsqrtf(WarpSum(squares) / static_cast<float>(params.head_dim) + params.epsilon);
-  for (std::int64_t i = threadIdx.x % 32; i < params.head_dim; i += 32) {
-    SetElement(x + i, AsFloat(x[i]) * inverse * AsFloat(weight[i]));
-  }
-}
-
+// A warp a (row, head).
 template <typename Element>
 __global__ void NormHeadsBackwardKernel(NormHeadsBackwardParams params) {
-  std::int64_t row = 0, head = 0;
-  const NormHeadsParams& forward = params.forward;
-  Element* const grad = HeadOf<Element>(forward, &row, &head);
-  if (grad == nullptr) return;
-  const auto* weight = static_cast<const Element*>(forward.weight);
-  const auto* x = static_cast<const Element*>(params.unnormed) + row * params.unnormed_stride + head * forward.head_dim;
+  const std::int64_t item = FirstIndex() / 32;
+  if (item >= params.num_rows * params.num_heads) return;
+  const std::int64_t row = item / params.num_heads, head = item % params.num_heads;
+  auto* const grad = static_cast<Element*>(params.grad) + row * params.row_stride + head * params.head_dim;
+  const auto* weight = static_cast<const Element*>(params.weight);
+  const auto* x = static_cast<const Element*>(params.unnormed) + row * params.unnormed_stride + head * params.head_dim;
   float squares = 0, product = 0;
-  for (std::int64_t i = threadIdx.x % 32; i < forward.head_dim; i += 32) {
+  for (std::int64_t i = threadIdx.x % 32; i < params.head_dim; i += 32) {
     squares += AsFloat(x[i]) * AsFloat(x[i]);
     product += AsFloat(x[i]) * AsFloat(grad[i]) * AsFloat(weight[i]);
   }
-  const float width = static_cast<float>(forward.head_dim);
-  const float inverse = rsqrtf(WarpSum(squares) / width + forward.epsilon);
+  const float width = static_cast<float>(params.head_dim);
+  const float inverse = rsqrtf(WarpSum(squares) / width + params.epsilon);
   const float along = WarpSum(product) * inverse * inverse * inverse / width;
-  for (std::int64_t i = threadIdx.x % 32; i < forward.head_dim; i += 32) {
+  for (std::int64_t i = threadIdx.x % 32; i < params.head_dim; i += 32) {
     SetElement(grad + i, AsFloat(grad[i]) * AsFloat(weight[i]) * inverse - AsFloat(x[i]) * along);
   }
 }
@@ -170,40 +138,13 @@ absl::Status SumRows(const SumRowsParams& params, void* stream) {
   return CudaToStatus(cudaGetLastError(), "sum of rows");
 }
 
-absl::Status AddBias(const AddBiasParams& params, void* stream) {
-  TANDEM_RETURN_IF_ERROR(CheckDType(params.dtype, "addition of a bias"));
-  const std::int64_t count = params.num_rows * params.width;
-  if (count <= 0) return absl::OkStatus();
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (params.dtype == DType::kBf16) {
-    AddBiasKernel<__nv_bfloat16><<<Blocks(count), kThreads, 0, cuda_stream>>>(params);
-  } else {
-    AddBiasKernel<float><<<Blocks(count), kThreads, 0, cuda_stream>>>(params);
-  }
-  return CudaToStatus(cudaGetLastError(), "addition of a bias");
-}
-
-absl::Status NormHeads(const NormHeadsParams& params, void* stream) {
-  TANDEM_RETURN_IF_ERROR(CheckDType(params.dtype, "norm of heads"));
+absl::Status NormHeadsBackward(const NormHeadsBackwardParams& params, void* stream) {
+  TANDEM_RETURN_IF_ERROR(CheckDType(params.dtype, "norm of heads, backward"));
   const std::int64_t threads = params.num_rows * params.num_heads * 32;
   if (threads <= 0) return absl::OkStatus();
   const unsigned grid = static_cast<unsigned>((threads + kThreads - 1) / kThreads);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (params.dtype == DType::kBf16) {
-    NormHeadsKernel<__nv_bfloat16><<<grid, kThreads, 0, cuda_stream>>>(params);
-  } else {
-    NormHeadsKernel<float><<<grid, kThreads, 0, cuda_stream>>>(params);
-  }
-  return CudaToStatus(cudaGetLastError(), "norm of heads");
-}
-
-absl::Status NormHeadsBackward(const NormHeadsBackwardParams& params, void* stream) {
-  TANDEM_RETURN_IF_ERROR(CheckDType(params.forward.dtype, "norm of heads, backward"));
-  const std::int64_t threads = params.forward.num_rows * params.forward.num_heads * 32;
-  if (threads <= 0) return absl::OkStatus();
-  const unsigned grid = static_cast<unsigned>((threads + kThreads - 1) / kThreads);
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (params.forward.dtype == DType::kBf16) {
     NormHeadsBackwardKernel<__nv_bfloat16><<<grid, kThreads, 0, cuda_stream>>>(params);
   } else {
     NormHeadsBackwardKernel<float><<<grid, kThreads, 0, cuda_stream>>>(params);

@@ -53,34 +53,19 @@ struct SumRowsParams {
 };
 absl::Status SumRows(const SumRowsParams& params, void* stream);
 
-// Every row of x gets `bias` added.
-struct AddBiasParams {
-  DType dtype = DType::kFp32;  // fp32, bf16
-  void* x = nullptr;           // [num_rows, width]
-  const void* bias = nullptr;  // [width]
-  std::int64_t num_rows = 0;
-  std::int64_t width = 0;
-};
-absl::Status AddBias(const AddBiasParams& params, void* stream);
-
-// RMSNorm of each head, in place: y = x / sqrt(mean(x^2) + epsilon) * weight over head_dim features (Qwen 3's norms of q and k).
-struct NormHeadsParams {
-  DType dtype = DType::kFp32;    // fp32, bf16
-  void* x = nullptr;             // [num_rows, row_stride]; the first num_heads heads of each row are normed
+// Backward pass of the RMSNorm of each head, y = x / sqrt(mean(x^2) + epsilon) * weight over head_dim features (Qwen 3's norms of
+// q and k): the gradient of y becomes that of x.
+struct NormHeadsBackwardParams {
+  DType dtype = DType::kFp32;      // fp32, bf16
+  void* grad = nullptr;            // [num_rows, row_stride]; of the first num_heads heads of each row
+  std::int64_t row_stride = 0;     // in elements
+  const void* unnormed = nullptr;  // [num_rows, unnormed_stride]: x
+  std::int64_t unnormed_stride = 0;
   const void* weight = nullptr;  // [head_dim]
   std::int64_t num_rows = 0;
-  std::int64_t row_stride = 0;  // in elements
   std::int64_t num_heads = 0;
   std::int64_t head_dim = 0;
   float epsilon = 0;
-};
-absl::Status NormHeads(const NormHeadsParams& params, void* stream);
-
-// Its backward pass: `grad` holds the gradient of what was normed instead of x, and becomes that of x.
-struct NormHeadsBackwardParams {
-  NormHeadsParams forward;         // x: the gradient
-  const void* unnormed = nullptr;  // [num_rows, unnormed_stride]: what went into the norm
-  std::int64_t unnormed_stride = 0;
 };
 absl::Status NormHeadsBackward(const NormHeadsBackwardParams& params, void* stream);
 

@@ -7,8 +7,6 @@ absl::Status ConvertToBf16(const ConvertToBf16Params&, void*) { return BuiltWith
 absl::Status Add(const AddParams&, void*) { return BuiltWithoutCuda("addition"); }
 absl::Status Dropout(const DropoutParams&, void*) { return BuiltWithoutCuda("dropout"); }
 absl::Status SumRows(const SumRowsParams&, void*) { return BuiltWithoutCuda("sum of rows"); }
-absl::Status AddBias(const AddBiasParams&, void*) { return BuiltWithoutCuda("addition of a bias"); }
-absl::Status NormHeads(const NormHeadsParams&, void*) { return BuiltWithoutCuda("norm of heads"); }
 absl::Status NormHeadsBackward(const NormHeadsBackwardParams&, void*) { return BuiltWithoutCuda("norm of heads, backward"); }
 
 }  // namespace tandem

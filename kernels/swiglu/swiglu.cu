@@ -1,5 +1,5 @@
-// A thread for each packet of 16 bytes of the output. Bytes moved, with e the element's bytes: forward 3 e num_rows width,
-// backward 5 e. Bound by memory; the exponential hides behind the loads.
+// A thread for each packet of 16 bytes of the output. Bytes moved, with e the output's bytes: forward (8 + e) num_rows width,
+// backward (8 + 3 e). Bound by memory; the exponential hides behind the loads.
 #include <cuda_runtime.h>
 
 #include "common/gpu/cuda_status.h"
@@ -12,11 +12,12 @@ namespace {
 __device__ inline float Sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 template <typename T, int kCount>
-__global__ void SwigluKernel(const T* __restrict__ gate_up, T* __restrict__ output, std::int64_t width, unsigned blocks_per_row) {
+__global__ void SwigluKernel(const float* __restrict__ gate_up, T* __restrict__ output, std::int64_t width,
+                             unsigned blocks_per_row) {
   const RowPlace place = PlaceInRow(blocks_per_row);
   const std::int64_t i = place.packet * kCount;
   if (i >= width) return;
-  const T* const gate = gate_up + place.row * 2 * width + i;
+  const float* const gate = gate_up + place.row * 2 * width + i;
   float gates[kCount], ups[kCount];
   LoadFloats(gate, gates);
   LoadFloats(gate + width, ups);
@@ -26,11 +27,13 @@ __global__ void SwigluKernel(const T* __restrict__ gate_up, T* __restrict__ outp
 }
 
 template <typename T, int kCount>
-__global__ void SwigluBackwardKernel(T* gate_up, const T* __restrict__ grad_output, std::int64_t width, unsigned blocks_per_row) {
+__global__ void SwigluBackwardKernel(const float* gate_up, const T* __restrict__ grad_output, T* grad_gate_up, std::int64_t width,
+                                     unsigned blocks_per_row) {
   const RowPlace place = PlaceInRow(blocks_per_row);
   const std::int64_t i = place.packet * kCount;
   if (i >= width) return;
-  T* const gate = gate_up + place.row * 2 * width + i;
+  const float* const gate = gate_up + place.row * 2 * width + i;
+  T* const grad_gate = grad_gate_up + place.row * 2 * width + i;
   float gates[kCount], ups[kCount], grads[kCount];
   LoadFloats(gate, gates);
   LoadFloats(gate + width, ups);
@@ -41,8 +44,8 @@ __global__ void SwigluBackwardKernel(T* gate_up, const T* __restrict__ grad_outp
     gates[j] = grads[j] * ups[j] * s * (1.0f + g * (1.0f - s));
     ups[j] = grads[j] * g * s;
   }
-  StoreFloats(gate, gates);
-  StoreFloats(gate + width, ups);
+  StoreFloats(grad_gate, gates);
+  StoreFloats(grad_gate + width, ups);
 }
 
 }  // namespace
@@ -55,18 +58,19 @@ absl::Status SwigluCuda(const SwigluParams& params, void* stream) {
   VisitPacketType(params.dtype, is_aligned, [&]<typename T, int kCount>() {
     const RowGrid grid = RowGridFor(params.num_rows, params.width / kCount);
     SwigluKernel<T, kCount><<<grid.blocks, grid.threads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const T*>(params.gate_up), static_cast<T*>(params.output), params.width, grid.blocks_per_row);
+        params.gate_up, static_cast<T*>(params.output), params.width, grid.blocks_per_row);
   });
   return CudaToStatus(cudaGetLastError(), "swiglu launch");
 }
 
 absl::Status SwigluBackwardCuda(const SwigluBackwardParams& params, void* stream) {
-  const bool is_aligned = IsPacketAligned({params.gate_up, params.grad_output},
+  const bool is_aligned = IsPacketAligned({params.gate_up, params.grad_output, params.grad_gate_up},
                                           {params.width * static_cast<std::int64_t>(ElementBytes(params.dtype))});
   VisitPacketType(params.dtype, is_aligned, [&]<typename T, int kCount>() {
     const RowGrid grid = RowGridFor(params.num_rows, params.width / kCount);
     SwigluBackwardKernel<T, kCount><<<grid.blocks, grid.threads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<T*>(params.gate_up), static_cast<const T*>(params.grad_output), params.width, grid.blocks_per_row);
+        params.gate_up, static_cast<const T*>(params.grad_output), static_cast<T*>(params.grad_gate_up), params.width,
+        grid.blocks_per_row);
   });
   return CudaToStatus(cudaGetLastError(), "swiglu_backward launch");
 }

@@ -1,5 +1,5 @@
-// SwiGLU (Shazeer, 2020, arXiv 2002.05202, equation 6): out = silu(gate) * up, and its backward pass. Computed in fp32, rounded
-// once.
+// SwiGLU (Shazeer, 2020, arXiv 2002.05202, equation 6): out = silu(gate) * up, and its backward pass. Gate and up come as the
+// product's fp32 sums; computed in fp32, rounded once.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,19 @@
 namespace tandem {
 
 struct SwigluParams {
-  DType dtype = DType::kFp32;
-  const void* gate_up = nullptr;  // [num_rows, 2 width], gate first
-  void* output = nullptr;         // [num_rows, width]
+  DType dtype = DType::kFp32;      // of the output: fp32, bf16
+  const float* gate_up = nullptr;  // [num_rows, 2 width], gate first
+  void* output = nullptr;          // [num_rows, width]
   std::int64_t num_rows = 0;
   std::int64_t width = 0;
 };
 absl::Status Swiglu(const SwigluParams& params, Device device, void* stream);
 
 struct SwigluBackwardParams {
-  DType dtype = DType::kFp32;
-  void* gate_up = nullptr;            // [num_rows, 2 width]; replaced by its gradient
+  DType dtype = DType::kFp32;         // of the gradients: fp32, bf16
+  const float* gate_up = nullptr;     // [num_rows, 2 width]
   const void* grad_output = nullptr;  // [num_rows, width]
+  void* grad_gate_up = nullptr;       // [num_rows, 2 width]; in fp32 it may be gate_up
   std::int64_t num_rows = 0;
   std::int64_t width = 0;
 };

@@ -78,9 +78,10 @@ struct WorkspacePlaces {
     const auto put_rows = [&](std::uint64_t width) { return put(tokens * width * kBf16Bytes); };
     hidden = put(tokens * d * sizeof(float));
     normed = put_rows(d);
-    qkv = put_rows(q + 2 * kv);
+    qkv = put(tokens * (q + 2 * kv) * sizeof(float));
+    queries = put_rows(q);
     attention = put_rows(q);
-    gate_up = put_rows(2 * f);
+    gate_up = put(tokens * 2 * f * sizeof(float));
     activated = put_rows(f);
     adapter_x = put_rows(DeviceAdapters::MaxWidth(options.max_adapter_rank));
     logits =
@@ -101,8 +102,9 @@ struct WorkspacePlaces {
     adapters = put(adapter_bytes);
   }
   StepPlaces step;
-  std::uint64_t hidden;                                      // fp32 [max_batch_tokens, hidden_size]: the residual stream
-  std::uint64_t normed, qkv, attention, gate_up, activated;  // [max_batch_tokens, width]
+  std::uint64_t hidden;                                 // fp32 [max_batch_tokens, hidden_size]: the residual stream
+  std::uint64_t qkv, gate_up;                           // fp32 [max_batch_tokens, width]: products
+  std::uint64_t normed, queries, attention, activated;  // [max_batch_tokens, width]
   std::uint64_t adapter_x;
   std::uint64_t logits;          // fp32 [max_logit_rows, vocab_size]
   std::uint64_t cosines, sines;  // fp32 [max_positions, head_dim / 2]
@@ -166,6 +168,8 @@ class CudaDecoderModel : public DecoderModel {
  private:
   void* stream() const { return stream_->handle(); }
   float* hidden() const { return reinterpret_cast<float*>(at(places_.hidden)); }
+  float* qkv() const { return reinterpret_cast<float*>(at(places_.qkv)); }
+  float* gate_up() const { return reinterpret_cast<float*>(at(places_.gate_up)); }
   bool is_quantized() const { return IsQuantized(layout_.format); }
   std::byte* at(std::uint64_t begin) const { return options_.workspace.data() + begin; }
   const std::byte* Weight(const TensorPlace& place) const { return weights_ + place.begin_bytes; }
@@ -189,10 +193,8 @@ class CudaDecoderModel : public DecoderModel {
   absl::Status FindRuns(const StepBatch& batch, StepShape* shape);
   absl::Status Enqueue(const StepShape& shape);
   absl::Status EnqueueLayer(const StepShape& shape, int layer);
-  absl::Status Linear(const StepShape& shape, const void* x, const LinearPlace& weight, int layer, LinearGroup group, void* y);
-  absl::Status AddLinear(const StepShape& shape, const void* x, const LinearPlace& weight, int layer, LinearGroup group);
-  absl::Status LinearTo(const StepShape& shape, const void* x, const LinearPlace& weight, int layer, LinearGroup group,
-                        const MatrixView& y, float beta);
+  absl::Status Linear(const StepShape& shape, const void* x, const LinearPlace& weight, int layer, LinearGroup group, float* y,
+                      float beta);
   absl::Status Norm(const TensorPlace& weight, const std::int32_t* rows, std::int64_t num_rows);
   absl::Status Head(const StepShape& shape);
 
@@ -376,9 +378,11 @@ absl::Status CudaDecoderModel::EnqueueLayer(const StepShape& shape, int layer) {
   const std::int64_t page_stride = 2 * config_.num_layers * page_elements();
 
   TANDEM_RETURN_IF_ERROR(Norm(layer_places.input_norm, nullptr, shape.num_rows));
-  TANDEM_RETURN_IF_ERROR(Linear(shape, at(places_.normed), layer_places.qkv, layer, LinearGroup::kQkv, at(places_.qkv)));
+  TANDEM_RETURN_IF_ERROR(Linear(shape, at(places_.normed), layer_places.qkv, layer, LinearGroup::kQkv, qkv(), 0));
   TANDEM_RETURN_IF_ERROR(RopeAndCache({.dtype = DType::kBf16,
-                                       .qkv = at(places_.qkv),
+                                       .qkv = qkv(),
+                                       .queries = at(places_.queries),
+                                       .query_row_stride = config_.q_size(),
                                        .bias = WeightOrNull(layer_places.qkv_bias),
                                        .q_norm = WeightOrNull(layer_places.q_norm),
                                        .k_norm = WeightOrNull(layer_places.k_norm),
@@ -397,8 +401,8 @@ absl::Status CudaDecoderModel::EnqueueLayer(const StepShape& shape, int layer) {
                                        .page_tokens = options_.block_tokens},
                                       Device::kCuda, stream()));
   TANDEM_RETURN_IF_ERROR(PagedAttention({.shape = AttentionShape(config_, options_.block_tokens),
-                                         .query = at(places_.qkv),
-                                         .query_row_stride = config_.q_size() + 2 * config_.kv_size(),
+                                         .query = at(places_.queries),
+                                         .query_row_stride = config_.q_size(),
                                          .keys = keys,
                                          .values = values,
                                          .page_stride = page_stride,
@@ -409,40 +413,26 @@ absl::Status CudaDecoderModel::EnqueueLayer(const StepShape& shape, int layer) {
                                          .last_page_tokens = Index<const std::int32_t>(step.last_page_tokens),
                                          .num_sequences = shape.num_sequences},
                                         shape.plan, scratch(), Device::kCuda, stream()));
-  TANDEM_RETURN_IF_ERROR(AddLinear(shape, at(places_.attention), layer_places.o, layer, LinearGroup::kO));
+  TANDEM_RETURN_IF_ERROR(Linear(shape, at(places_.attention), layer_places.o, layer, LinearGroup::kO, hidden(), 1));
   TANDEM_RETURN_IF_ERROR(Norm(layer_places.post_norm, nullptr, shape.num_rows));
-  TANDEM_RETURN_IF_ERROR(
-      Linear(shape, at(places_.normed), layer_places.gate_up, layer, LinearGroup::kGateUp, at(places_.gate_up)));
+  TANDEM_RETURN_IF_ERROR(Linear(shape, at(places_.normed), layer_places.gate_up, layer, LinearGroup::kGateUp, gate_up(), 0));
   TANDEM_RETURN_IF_ERROR(Swiglu({.dtype = DType::kBf16,
-                                 .gate_up = at(places_.gate_up),
+                                 .gate_up = gate_up(),
                                  .output = at(places_.activated),
                                  .num_rows = shape.num_rows,
                                  .width = config_.intermediate_size},
                                 Device::kCuda, stream()));
-  return AddLinear(shape, at(places_.activated), layer_places.down, layer, LinearGroup::kDown);
-}
-
-// y, bf16, is written.
-absl::Status CudaDecoderModel::Linear(const StepShape& shape, const void* x, const LinearPlace& weight, int layer,
-                                      LinearGroup group, void* y) {
-  const std::int64_t outputs = weight.shape[0];
-  const MatrixView view = {.data = y, .dtype = DType::kBf16, .rows = shape.num_rows, .columns = outputs, .row_stride = outputs};
-  return LinearTo(shape, x, weight, layer, group, view, 0);
-}
-
-// The product is added to the residual stream, unrounded.
-absl::Status CudaDecoderModel::AddLinear(const StepShape& shape, const void* x, const LinearPlace& weight, int layer,
-                                         LinearGroup group) {
-  const std::int64_t d = config_.hidden_size;
-  const MatrixView view = {.data = hidden(), .dtype = DType::kFp32, .rows = shape.num_rows, .columns = d, .row_stride = d};
-  return LinearTo(shape, x, weight, layer, group, view, 1);
+  return Linear(shape, at(places_.activated), layer_places.down, layer, LinearGroup::kDown, hidden(), 1);
 }
 
 // y = beta y + x W^T, then for each run under an adapter y += scale (x A^T) B^T, where A and B are those of all its parts
 // together.
-absl::Status CudaDecoderModel::LinearTo(const StepShape& shape, const void* x, const LinearPlace& weight, int layer,
-                                        LinearGroup group, const MatrixView& y, float beta) {
+absl::Status CudaDecoderModel::Linear(const StepShape& shape, const void* x, const LinearPlace& weight, int layer,
+                                      LinearGroup group, float* y, float beta) {
   const std::int64_t outputs = weight.shape[0], inputs = weight.shape[1];
+  const auto y_rows = [&](std::int64_t begin, std::int64_t end) {
+    return MatrixView{.data = y + begin * outputs, .rows = end - begin, .columns = outputs, .row_stride = outputs};
+  };
   const auto rows_of = [](const void* data, std::int64_t begin, std::int64_t end, std::int64_t width) {
     return MatrixView{.data = static_cast<const std::byte*>(data) + begin * width * static_cast<std::int64_t>(kBf16Bytes),
                       .dtype = DType::kBf16,
@@ -453,8 +443,8 @@ absl::Status CudaDecoderModel::LinearTo(const StepShape& shape, const void* x, c
   if (is_quantized() && shape.num_rows <= kFewRows) {
     TANDEM_RETURN_IF_ERROR(MultiplyFew({.weight = QuantizedMatrixAt(layout_, weight, weights_),
                                         .x = x,
-                                        .y = const_cast<void*>(y.data),
-                                        .y_dtype = y.dtype,
+                                        .y = y,
+                                        .y_dtype = DType::kFp32,
                                         .is_added = beta != 0,
                                         .num_rows = shape.num_rows},
                                        Device::kCuda, stream()));
@@ -465,9 +455,11 @@ absl::Status CudaDecoderModel::LinearTo(const StepShape& shape, const void* x, c
       TANDEM_RETURN_IF_ERROR(
           Dequantize(QuantizedMatrixAt(layout_, weight, weights_), at(places_.dense), Device::kCuda, stream()));
     }
-    TANDEM_RETURN_IF_ERROR(gemm_->Run(
-        {.a = rows_of(x, 0, shape.num_rows, inputs), .b = rows_of(values, 0, outputs, inputs).Transposed(), .c = y, .beta = beta},
-        stream()));
+    TANDEM_RETURN_IF_ERROR(gemm_->Run({.a = rows_of(x, 0, shape.num_rows, inputs),
+                                       .b = rows_of(values, 0, outputs, inputs).Transposed(),
+                                       .c = y_rows(0, shape.num_rows),
+                                       .beta = beta},
+                                      stream()));
   }
   for (const AdapterRun& run : shape.runs) {
     if (run.adapter == nullptr) continue;
@@ -477,13 +469,12 @@ absl::Status CudaDecoderModel::LinearTo(const StepShape& shape, const void* x, c
     TANDEM_RETURN_IF_ERROR(gemm_->Run(
         {.a = rows_of(x, run.begin, run.end, inputs), .b = rows_of(pair.a, 0, pair.width, inputs).Transposed(), .c = xa},
         stream()));
-    MatrixView run_y = y;
-    run_y.rows = run.end - run.begin;
-    run_y.data =
-        static_cast<const std::byte*>(y.data) + run.begin * y.row_stride * static_cast<std::int64_t>(ElementBytes(y.dtype));
-    TANDEM_RETURN_IF_ERROR(gemm_->Run(
-        {.a = xa, .b = rows_of(pair.b, 0, outputs, pair.width).Transposed(), .c = run_y, .alpha = run.adapter->scale, .beta = 1},
-        stream()));
+    TANDEM_RETURN_IF_ERROR(gemm_->Run({.a = xa,
+                                       .b = rows_of(pair.b, 0, outputs, pair.width).Transposed(),
+                                       .c = y_rows(run.begin, run.end),
+                                       .alpha = run.adapter->scale,
+                                       .beta = 1},
+                                      stream()));
   }
   return absl::OkStatus();
 }

@@ -180,7 +180,9 @@ TEST_F(KvCacheGpuTest, RotatesAndCachesAsTheReferenceDoes) {
       constexpr int kPageTokens = 16;
       const std::int64_t half = c.head_dim / 2, width = (c.heads + 2 * c.kv_heads) * c.head_dim;
       const std::int64_t page = kPageTokens * c.kv_heads * c.head_dim;
-      HostArray qkv = HostArray::Random(dtype, kRows * width, 1), cache = HostArray::Random(dtype, kPages * 2 * page, 2);
+      const HostArray qkv = HostArray::Random(DType::kFp32, kRows * width, 1);
+      HostArray queries(dtype, kRows * width), unnormed(dtype, kRows * width),
+          cache = HostArray::Random(dtype, kPages * 2 * page, 2);
       const HostArray bias = HostArray::Random(dtype, width, 3), q_norm = HostArray::Random(dtype, c.head_dim, 4, 2),
                       k_norm = HostArray::Random(dtype, c.head_dim, 5, 2);
       std::vector<double> frequencies;
@@ -204,11 +206,15 @@ TEST_F(KvCacheGpuTest, RotatesAndCachesAsTheReferenceDoes) {
         slots.push_back(row % 5 == 4 ? -1 : (row * 11) % (kPages * kPageTokens));
       }
       const DeviceArray device_qkv(qkv), device_cache(cache), device_bias(bias), device_q_norm(q_norm), device_k_norm(k_norm);
+      const DeviceArray device_queries(queries), device_unnormed(unnormed);
       const auto device_positions = DeviceArray::Of(positions), device_slots = DeviceArray::Of(slots);
-      const auto params = [&](void* x, const void* b, const void* qn, const void* kn, const std::int32_t* at,
-                              const std::int32_t* to, const void* cos, const void* sin, void* kv) {
+      const auto params = [&](const void* x, void* q, void* u, const void* b, const void* qn, const void* kn,
+                              const std::int32_t* at, const std::int32_t* to, const void* cos, const void* sin, void* kv) {
         return RopeAndCacheParams{.dtype = dtype,
-                                  .qkv = x,
+                                  .qkv = static_cast<const float*>(x),
+                                  .queries = q,
+                                  .query_row_stride = width,
+                                  .unnormed = c.has_norm ? u : nullptr,
                                   .bias = c.has_bias ? b : nullptr,
                                   .q_norm = c.has_norm ? qn : nullptr,
                                   .k_norm = c.has_norm ? kn : nullptr,
@@ -226,7 +232,8 @@ TEST_F(KvCacheGpuTest, RotatesAndCachesAsTheReferenceDoes) {
                                   .page_stride = 2 * page,
                                   .page_tokens = kPageTokens};
       };
-      if (!Fence(RopeAndCache(params(device_qkv.data(), device_bias.data(), device_q_norm.data(), device_k_norm.data(),
+      if (!Fence(RopeAndCache(params(device_qkv.data(), device_queries.data(), device_unnormed.data(), device_bias.data(),
+                                     device_q_norm.data(), device_k_norm.data(),
                                      static_cast<const std::int32_t*>(device_positions->data()),
                                      static_cast<const std::int32_t*>(device_slots->data()), device_cosines.data(),
                                      device_sines.data(), device_cache.data()),
@@ -234,11 +241,12 @@ TEST_F(KvCacheGpuTest, RotatesAndCachesAsTheReferenceDoes) {
                  what)) {
         return;
       }
-      ASSERT_EQ(RopeAndCache(params(qkv.data(), bias.data(), q_norm.data(), k_norm.data(), positions.data(), slots.data(),
-                                    cosines.data(), sines.data(), cache.data()),
+      ASSERT_EQ(RopeAndCache(params(qkv.data(), queries.data(), unnormed.data(), bias.data(), q_norm.data(), k_norm.data(),
+                                    positions.data(), slots.data(), cosines.data(), sines.data(), cache.data()),
                              Device::kCpu, nullptr),
                 absl::OkStatus());
-      ExpectClose(device_qkv.Read(dtype, what), qkv, LastPlace(dtype), 1e-5, what + " queries");
+      ExpectClose(device_queries.Read(dtype, what), queries, LastPlace(dtype), 1e-5, what + " queries");
+      ExpectClose(device_unnormed.Read(dtype, what), unnormed, LastPlace(dtype), 1e-6, what + " unnormed");
       ExpectClose(device_cache.Read(dtype, what), cache, LastPlace(dtype), 1e-5, what + " cache");
     }
   }

@@ -77,7 +77,7 @@ TEST_F(RowKernelsGpuTest, SwigluAndItsGradientEqualTheReference) {
           absl::StrCat("swiglu ", DTypeName(dtype), " [", shape.num_rows, ", ", shape.width, "] offset ", shape.offset_elements);
       const std::int64_t count = shape.num_rows * shape.width;
       const std::size_t offset = shape.offset_elements * ElementBytes(dtype);
-      HostArray gate_up = HostArray::Random(dtype, 2 * count, 1, 8), output(dtype, count);
+      HostArray gate_up = HostArray::Random(DType::kFp32, 2 * count, 1, 8), output(dtype, count), gradient(dtype, 2 * count);
       const HostArray grad_output = HostArray::Random(dtype, count, 2);
       if (count > 100) {
         const float infinity = std::numeric_limits<float>::infinity();
@@ -87,28 +87,38 @@ TEST_F(RowKernelsGpuTest, SwigluAndItsGradientEqualTheReference) {
         gate_up.Set(3, 200);
         gate_up.Set(4, std::numeric_limits<float>::quiet_NaN());
       }
-      const DeviceArray device_gate_up(gate_up, offset), device_output(output, offset), device_grad_output(grad_output, offset);
-      SwigluParams params{.dtype = dtype, .gate_up = device_gate_up.data(), .output = device_output.data()};
+      const DeviceArray device_gate_up(gate_up, shape.offset_elements * sizeof(float)), device_output(output, offset),
+          device_grad_output(grad_output, offset), device_gradient(gradient, offset);
+      SwigluParams params{.dtype = dtype, .gate_up = device_gate_up.floats(), .output = device_output.data()};
       params.num_rows = shape.num_rows;
       params.width = shape.width;
       if (!Fence(Swiglu(params, Device::kCuda, stream()), what)) return;
-      ExpectClose(device_gate_up.Read(dtype, what), gate_up, 0, 1e-30, what + " input");
-      params.gate_up = gate_up.data();
+      params.gate_up = gate_up.floats();
       params.output = output.data();
       ASSERT_EQ(Swiglu(params, Device::kCpu, nullptr), absl::OkStatus());
       // expf is off by two units, and its share of the sum in the denominator is at most whole.
       const double relative = LastPlace(dtype) + 8 * LastPlace(DType::kFp32);
       ExpectClose(device_output.Read(dtype, what), output, relative, 1e-30, what);
 
-      SwigluBackwardParams backward{.dtype = dtype, .gate_up = device_gate_up.data(), .grad_output = device_grad_output.data()};
+      SwigluBackwardParams backward{.dtype = dtype, .gate_up = device_gate_up.floats(), .grad_output = device_grad_output.data()};
+      backward.grad_gate_up = device_gradient.data();
       backward.num_rows = shape.num_rows;
       backward.width = shape.width;
       if (!Fence(SwigluBackward(backward, Device::kCuda, stream()), what)) return;
-      backward.gate_up = gate_up.data();
+      ExpectClose(device_gate_up.Read(DType::kFp32, what), gate_up, 0, 1e-30, what + " input");
+      backward.gate_up = gate_up.floats();
       backward.grad_output = grad_output.data();
+      backward.grad_gate_up = gradient.data();
       ASSERT_EQ(SwigluBackward(backward, Device::kCpu, nullptr), absl::OkStatus());
       // 1 + g (1 - s) is up to 9 and cancels near g = -1.28; times an `up` of 8.
-      ExpectClose(device_gate_up.Read(dtype, what), gate_up, relative, 64 * LastPlace(DType::kFp32), what + " backward");
+      ExpectClose(device_gradient.Read(dtype, what), gradient, relative, 64 * LastPlace(DType::kFp32), what + " backward");
+      if (dtype == DType::kFp32) {
+        backward.gate_up = device_gate_up.floats();
+        backward.grad_output = device_grad_output.data();
+        backward.grad_gate_up = device_gate_up.data();
+        if (!Fence(SwigluBackward(backward, Device::kCuda, stream()), what)) return;
+        ExpectClose(device_gate_up.Read(dtype, what), gradient, relative, 64 * LastPlace(dtype), what + " in place");
+      }
     }
   }
 }

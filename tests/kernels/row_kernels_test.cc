@@ -66,11 +66,15 @@ TEST(SwigluTest, EqualsTheFormulaAndItsGradientTheFiniteDifference) {
   constexpr double kStep = 1e-5;
   HostArray gate_up = HostArray::Random(DType::kFp32, kRows * 2 * kWidth, 1, 3), output(DType::kFp32, kRows * kWidth);
   ASSERT_EQ(
-      Swiglu({.gate_up = gate_up.data(), .output = output.data(), .num_rows = kRows, .width = kWidth}, Device::kCpu, nullptr),
+      Swiglu({.gate_up = gate_up.floats(), .output = output.data(), .num_rows = kRows, .width = kWidth}, Device::kCpu, nullptr),
       absl::OkStatus());
   HostArray gradient = gate_up;
   const HostArray grad_output = HostArray::Random(DType::kFp32, kRows * kWidth, 2);
-  ASSERT_EQ(SwigluBackward({.gate_up = gradient.data(), .grad_output = grad_output.data(), .num_rows = kRows, .width = kWidth},
+  ASSERT_EQ(SwigluBackward({.gate_up = gradient.floats(),
+                            .grad_output = grad_output.data(),
+                            .grad_gate_up = gradient.data(),
+                            .num_rows = kRows,
+                            .width = kWidth},
                            Device::kCpu, nullptr),
             absl::OkStatus());
   for (std::int64_t row = 0; row < kRows; ++row) {

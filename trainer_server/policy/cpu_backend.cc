@@ -40,21 +40,21 @@ void CpuBackend<T>::NormBackward(const Sum* x, const T* weight, const T* grad_y,
 }
 
 template <typename T>
-void CpuBackend<T>::Swiglu(const T* gate_up, T* activated, std::int64_t rows) {
+void CpuBackend<T>::Swiglu(const Sum* gate_up, T* activated, std::int64_t rows) {
   ParallelFor(rows, kRowGrain, [&](std::int64_t begin, std::int64_t end) {
     ops_->swiglu(gate_up + begin * 2 * f(), activated + begin * f(), end - begin, f());
   });
 }
 
 template <typename T>
-void CpuBackend<T>::SwigluBackward(T* gate_up, const T* grad_activated, std::int64_t rows) {
+void CpuBackend<T>::SwigluBackward(const Sum*, const T* grad_activated, T* grad_gate_up, std::int64_t rows) {
   ParallelFor(rows, kRowGrain, [&](std::int64_t begin, std::int64_t end) {
-    ops_->swiglu_backward(gate_up + begin * 2 * f(), grad_activated + begin * f(), end - begin, f());
+    ops_->swiglu_backward(grad_gate_up + begin * 2 * f(), grad_activated + begin * f(), end - begin, f());
   });
 }
 
 template <typename T>
-void CpuBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, T* qkv, T* unnormed) {
+void CpuBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, const Sum*, T* qkv, T* unnormed) {
   const std::vector<std::int64_t>& positions = plan->batch.positions;
   const std::int64_t q = config_.q_size(), qk = q + config_.kv_size(), head_dim = config_.head_dim;
   ParallelFor(static_cast<std::int64_t>(positions.size()), kRowGrain, [&](std::int64_t begin, std::int64_t end) {

@@ -64,11 +64,12 @@ class CpuBackend {
   // c += alpha a b, where c holds sums over rows.
   void AddProduct(Matrix<const T> a, Matrix<const T> b, Matrix<Sum> c, double alpha) { tandem::Multiply(a, b, c, alpha, 1); }
   // gate_up: [rows, 2 f]; activated: [rows, f].
-  void Swiglu(const T* gate_up, T* activated, std::int64_t rows);
-  void SwigluBackward(T* gate_up, const T* grad_activated, std::int64_t rows);  // gate_up: replaced by its gradient
-  // Bias, norms of q's and k's heads where the family has them, rotary embedding, in place. `unnormed` (null: not kept): [rows, q
-  // + kv], q and k as they go into the norms.
-  void FinishQkv(Plan* plan, const AfterQkv& weights, T* qkv, T* unnormed);
+  void Swiglu(const Sum* gate_up, T* activated, std::int64_t rows);
+  // grad_gate_up is gate_up where T is Sum, else elsewhere.
+  void SwigluBackward(const Sum* gate_up, const T* grad_activated, T* grad_gate_up, std::int64_t rows);
+  // Bias, norms of q's and k's heads where the family has them, rotary embedding. `product` is qkv where T is Sum, else
+  // elsewhere. `unnormed` (null: not kept): [rows, q + kv], q and k as they go into the norms.
+  void FinishQkv(Plan* plan, const AfterQkv& weights, const Sum* product, T* qkv, T* unnormed);
   // Turns the gradient of what FinishQkv made into that of what it was given. The bias is frozen.
   void FinishQkvBackward(Plan* plan, const AfterQkv& weights, const T* unnormed, T* grad_qkv);
   // See packed_attention.h.

@@ -10,6 +10,7 @@
 
 #include "common/gpu/cuda_status.h"
 #include "kernels/embedding/embedding.h"
+#include "kernels/kv_cache/kv_cache.h"
 #include "kernels/rms_norm/rms_norm.h"
 #include "kernels/rope/rope.h"
 #include "kernels/row_ops/row_ops.h"
@@ -237,74 +238,81 @@ void CudaBackend<T>::AddProduct(Matrix<const T> a, Matrix<const T> b, Matrix<Sum
 }
 
 template <typename T>
-void CudaBackend<T>::Swiglu(const T* gate_up, T* activated, std::int64_t rows) {
+void CudaBackend<T>::Swiglu(const Sum* gate_up, T* activated, std::int64_t rows) {
   Check(tandem::Swiglu({.dtype = kDType, .gate_up = gate_up, .output = activated, .num_rows = rows, .width = f()}, Device::kCuda,
                        stream_->handle()));
 }
 
 template <typename T>
-void CudaBackend<T>::SwigluBackward(T* gate_up, const T* grad_activated, std::int64_t rows) {
-  Check(
-      tandem::SwigluBackward({.dtype = kDType, .gate_up = gate_up, .grad_output = grad_activated, .num_rows = rows, .width = f()},
-                             Device::kCuda, stream_->handle()));
+void CudaBackend<T>::SwigluBackward(const Sum* gate_up, const T* grad_activated, T* grad_gate_up, std::int64_t rows) {
+  Check(tandem::SwigluBackward({.dtype = kDType,
+                                .gate_up = gate_up,
+                                .grad_output = grad_activated,
+                                .grad_gate_up = grad_gate_up,
+                                .num_rows = rows,
+                                .width = f()},
+                               Device::kCuda, stream_->handle()));
 }
 
 template <typename T>
-void CudaBackend<T>::Rotate(Plan* plan, T* qkv, float sign) {
+void CudaBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, const Sum* product, T* qkv, T* unnormed) {
+  const std::int64_t q = config_.q_size(), kv = config_.kv_size(), width = q + 2 * kv;
+  // Rows for pages.
+  Check(RopeAndCache({.dtype = kDType,
+                      .qkv = product,
+                      .queries = qkv,
+                      .query_row_stride = width,
+                      .unnormed = weights.q_norm != nullptr ? unnormed : nullptr,
+                      .bias = weights.bias,
+                      .q_norm = weights.q_norm,
+                      .k_norm = weights.k_norm,
+                      .epsilon = config_.rms_norm_epsilon,
+                      .num_rows = plan->num_rows,
+                      .num_heads = config_.num_heads,
+                      .num_kv_heads = config_.num_kv_heads,
+                      .head_dim = config_.head_dim,
+                      .positions = plan->positions,
+                      .cosines = plan->cosines.data(),
+                      .sines = plan->sines.data(),
+                      .keys = qkv + q,
+                      .values = qkv + q + kv,
+                      .page_stride = width,
+                      .page_tokens = 1},
+                     Device::kCuda, stream_->handle()));
+}
+
+template <typename T>
+void CudaBackend<T>::NormHeadsBackward(const Plan& plan, const T* weight, const T* unnormed, T* grad, std::int64_t num_heads) {
+  Check(tandem::NormHeadsBackward({.dtype = kDType,
+                                   .grad = grad,
+                                   .row_stride = config_.q_size() + 2 * config_.kv_size(),
+                                   .unnormed = unnormed,
+                                   .unnormed_stride = config_.q_size() + config_.kv_size(),
+                                   .weight = weight,
+                                   .num_rows = plan.num_rows,
+                                   .num_heads = num_heads,
+                                   .head_dim = config_.head_dim,
+                                   .epsilon = config_.rms_norm_epsilon},
+                                  stream_->handle()));
+}
+
+template <typename T>
+void CudaBackend<T>::FinishQkvBackward(Plan* plan, const AfterQkv& weights, const T* unnormed, T* grad_qkv) {
+  const std::int64_t q = config_.q_size();
   Check(Rope({.dtype = kDType,
-              .x = qkv,
+              .x = grad_qkv,
               .num_rows = plan->num_rows,
-              .row_stride = config_.q_size() + 2 * config_.kv_size(),
+              .row_stride = q + 2 * config_.kv_size(),
               .num_heads = config_.num_heads + config_.num_kv_heads,
               .head_dim = config_.head_dim,
               .positions = plan->positions,
               .cosines = plan->cosines.data(),
               .sines = plan->sines.data(),
-              .sign = sign},
+              .sign = -1},
              Device::kCuda, stream_->handle()));
-}
-
-template <typename T>
-NormHeadsParams CudaBackend<T>::Heads(const Plan& plan, const T* weight, T* heads, std::int64_t num_heads) const {
-  return {.dtype = kDType,
-          .x = heads,
-          .weight = weight,
-          .num_rows = plan.num_rows,
-          .row_stride = config_.q_size() + 2 * config_.kv_size(),
-          .num_heads = num_heads,
-          .head_dim = config_.head_dim,
-          .epsilon = config_.rms_norm_epsilon};
-}
-
-template <typename T>
-void CudaBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, T* qkv, T* unnormed) {
-  const std::int64_t q = config_.q_size(), qk = q + config_.kv_size(), width = qk + config_.kv_size();
-  if (weights.bias != nullptr) {
-    Check(AddBias({.dtype = kDType, .x = qkv, .bias = weights.bias, .num_rows = plan->num_rows, .width = width},
-                  stream_->handle()));
-  }
-  if (weights.q_norm != nullptr) {
-    if (unnormed != nullptr) {
-      CheckCuda(
-          cudaMemcpy2DAsync(unnormed, static_cast<std::size_t>(qk) * sizeof(T), qkv, static_cast<std::size_t>(width) * sizeof(T),
-                            static_cast<std::size_t>(qk) * sizeof(T), static_cast<std::size_t>(plan->num_rows),
-                            cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream_->handle())),
-          "copy of q and k");
-    }
-    Check(NormHeads(Heads(*plan, weights.q_norm, qkv, config_.num_heads), stream_->handle()));
-    Check(NormHeads(Heads(*plan, weights.k_norm, qkv + q, config_.num_kv_heads), stream_->handle()));
-  }
-  Rotate(plan, qkv, 1);
-}
-
-template <typename T>
-void CudaBackend<T>::FinishQkvBackward(Plan* plan, const AfterQkv& weights, const T* unnormed, T* grad_qkv) {
-  Rotate(plan, grad_qkv, -1);
   if (weights.q_norm == nullptr) return;
-  const std::int64_t q = config_.q_size(), qk = q + config_.kv_size();
-  Check(NormHeadsBackward({Heads(*plan, weights.q_norm, grad_qkv, config_.num_heads), unnormed, qk}, stream_->handle()));
-  Check(
-      NormHeadsBackward({Heads(*plan, weights.k_norm, grad_qkv + q, config_.num_kv_heads), unnormed + q, qk}, stream_->handle()));
+  NormHeadsBackward(*plan, weights.q_norm, unnormed, grad_qkv, config_.num_heads);
+  NormHeadsBackward(*plan, weights.k_norm, unnormed + q, grad_qkv + q, config_.num_kv_heads);
 }
 
 template <typename T>

@@ -76,9 +76,9 @@ class CudaBackend {
     Run(View(a), View(b), View(c), alpha, beta);
   }
   void AddProduct(Matrix<const T> a, Matrix<const T> b, Matrix<Sum> c, double alpha);
-  void Swiglu(const T* gate_up, T* activated, std::int64_t rows);
-  void SwigluBackward(T* gate_up, const T* grad_activated, std::int64_t rows);
-  void FinishQkv(Plan* plan, const AfterQkv& weights, T* qkv, T* unnormed);
+  void Swiglu(const Sum* gate_up, T* activated, std::int64_t rows);
+  void SwigluBackward(const Sum* gate_up, const T* grad_activated, T* grad_gate_up, std::int64_t rows);
+  void FinishQkv(Plan* plan, const AfterQkv& weights, const Sum* product, T* qkv, T* unnormed);
   void FinishQkvBackward(Plan* plan, const AfterQkv& weights, const T* unnormed, T* grad_qkv);
   void AttentionForward(Plan* plan, const T* qkv, T* output, Sum* lse);
   void AttentionBackward(Plan* plan, const T* qkv, const T* output, const Sum* lse, const T* grad_output, T* grad_qkv);
@@ -117,8 +117,7 @@ class CudaBackend {
   template <typename U>
   Buffer<U> Upload(std::span<const U> values);
   void Run(const MatrixView& a, const MatrixView& b, const MatrixView& c, double alpha, double beta);
-  void Rotate(Plan* plan, T* qkv, float sign);
-  NormHeadsParams Heads(const Plan& plan, const T* weight, T* heads, std::int64_t num_heads) const;
+  void NormHeadsBackward(const Plan& plan, const T* weight, const T* unnormed, T* grad, std::int64_t num_heads);
   PackedAttentionParams Attention(const Plan& plan, const T* qkv, T* output, Sum* lse) const;
   // Rows and columns of one tile of the head, whose scratch stays below 256 MiB.
   struct HeadTile {

@@ -2,9 +2,9 @@
 // a time. Base weights are frozen: no gradient of a dense weight is ever formed, and the down projection is not recomputed.
 //
 // The arithmetic and the memory that it works on are a Backend's: CpuBackend (cpu_backend.h, which tells what each operation
-// does) or CudaBackend (cuda_backend.h). The residual stream, its gradient and sums over rows are of the backend's Sum, all else
-// is of its Element. Pointers are the backend's: this code never dereferences one. Confined to one thread; throws c10::Error.
-// Buffers come from the leased arena inside an ArenaScope. Defined in policy_network.inc.
+// does) or CudaBackend (cuda_backend.h). The residual stream, its gradient, what the forward's products give, and sums over rows
+// are of the backend's Sum, all else is of its Element. Pointers are the backend's: this code never dereferences one. Confined to
+// one thread; throws c10::Error. Buffers come from the leased arena inside an ArenaScope. Defined in policy_network.inc.
 #pragma once
 
 #include <cstdint>
@@ -83,8 +83,7 @@ class PolicyNetwork {
   void BackwardMlp(const Pass& pass, int layer, const Sum* middle, Sum* grad);
   void BackwardAttention(const Pass& pass, int layer, const Sum* input, Sum* grad);
   // y = beta y + x W^T + adapters.
-  template <typename Y>
-  void ForwardLinear(const Pass& pass, const Linear& linear, Matrix<const T> x, Matrix<Y> y, double beta);
+  void ForwardLinear(const Pass& pass, const Linear& linear, Matrix<const T> x, Matrix<Sum> y, double beta);
   // grad_x = grad_y W + adapters' part; adds the adapters' gradients. `needs_grad_x` false: gradients of adapters only.
   void BackwardLinear(const Pass& pass, const Linear& linear, Matrix<const T> x, Matrix<const T> grad_y, Matrix<T> grad_x,
                       bool needs_grad_x);
