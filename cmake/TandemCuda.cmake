@@ -1,7 +1,13 @@
 # nvcc from PATH or /usr/local/cuda, else the toolkit that tools/fetch_deps.py laid out: found by the root file as TANDEM_NVCC.
 set(CMAKE_CUDA_COMPILER ${TANDEM_NVCC} CACHE FILEPATH "")
+# Code for this machine's GPU, for Hopper where there is none; the preset release has all.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES 90a-real CACHE STRING "add 80-real;120-real for other cards")
+  execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader OUTPUT_VARIABLE capabilities ERROR_QUIET)
+  set(architecture 90a)
+  if(capabilities MATCHES "^([0-9]+)\\.([0-9])" AND CMAKE_MATCH_1 GREATER_EQUAL 8 AND NOT CMAKE_MATCH_0 STREQUAL "9.0")
+    set(architecture ${CMAKE_MATCH_1}${CMAKE_MATCH_2})
+  endif()
+  set(CMAKE_CUDA_ARCHITECTURES ${architecture}-real CACHE STRING "as 80-real;90a-real;120-real")
 endif()
 set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)    # the one that LibTorch loads
 enable_language(CUDA)

@@ -1,4 +1,4 @@
 #!/bin/sh
-# Succeeds where an NVIDIA GPU with its driver is there and CUDA_VISIBLE_DEVICES does not hide it.
+# Succeeds where an NVIDIA GPU that Tandem runs on (Ampere or later), with its driver, is there and CUDA_VISIBLE_DEVICES does not hide it.
 [ "${CUDA_VISIBLE_DEVICES-0}" != "" ] && [ "${CUDA_VISIBLE_DEVICES-0}" != -1 ] || exit 1
-if command -v nvidia-smi > /dev/null; then nvidia-smi -L 2> /dev/null | grep -q '^GPU'; else ls /dev/nvidia[0-9]* > /dev/null 2>&1; fi
+nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | grep -qE '^([89]|[1-9][0-9])\.'

@@ -33,7 +33,8 @@ ABSL_FLAG(std::string, data_dir, "", "jobs and checkpoints; default $HOME/.local
 ABSL_FLAG(std::string, model, "", "model directory or GGUF file; read only by the daemon that makes the pool");
 ABSL_FLAG(std::string, random_weights, "",
           "in place of --model, for benches: random weights in the shape of smollm2-135m, llama-3.1-8b or qwen3-8b");
-ABSL_FLAG(std::string, device, "auto", "auto, cpu or cuda; auto: cuda where a GPU is visible. The same for both daemons");
+ABSL_FLAG(std::string, device, "auto",
+          "auto, cpu or cuda; auto: cuda where a GPU is visible that this build has code for. The same for both daemons");
 ABSL_FLAG(
     std::string, weights, "auto",
     "format of the base weights: auto (fp32 on the CPU, bf16 on a GPU; a joiner takes what is there), fp32, bf16, fp8 or nf4");
@@ -83,9 +84,10 @@ Device DeviceFlag() {
   if (device == "cpu") return Device::kCpu;
   if (device != "auto" && device != "cuda") BadFlag(absl::StrCat("--device=", device, " is none of auto, cpu, cuda"));
   if (HasCudaDevice()) {
-    if (const absl::Status status = CheckDeviceCode(); !status.ok())
-      BadFlag(absl::StrCat("--device=", device, ": ", status.message(), "; --device=cpu does without"));
-    return Device::kCuda;
+    const absl::Status status = CheckDeviceCode();
+    if (status.ok()) return Device::kCuda;
+    if (device == "cuda") BadFlag(absl::StrCat("--device=cuda: ", status.message()));
+    return Device::kCpu;
   }
   if (device == "cuda")
     BadFlag(
@@ -220,6 +222,8 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   if (error) BadFlag(absl::StrCat("--data_dir=", config.data_dir, ": ", error.message()));
   ::signal(SIGPIPE, SIG_IGN);
   StartLog(program, level);
+  if (absl::GetFlag(FLAGS_device) == "auto" && HasCudaDevice() && config.pool.device == Device::kCpu)
+    TANDEM_LOG(kWarning, "daemon", "running on the CPU: ", CheckDeviceCode().ToString());
   return config;
 }
 
