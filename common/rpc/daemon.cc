@@ -24,7 +24,7 @@
 #include "grpcpp/health_check_service_interface.h"
 
 ABSL_FLAG(std::string, listen, "",
-          "gRPC address; port 0 picks one. Default 127.0.0.1:7071 (rollout_server), :7072 (trainer_server)");
+          "gRPC address; port 0 picks one. Default 127.0.0.1:7071 (rollout_server), :7070 (trainer_server)");
 ABSL_FLAG(std::string, metrics, "", "address of /metrics; 'off': not served");
 ABSL_FLAG(std::string, peer, "", "gRPC address of the other daemon of the pair");
 ABSL_FLAG(std::string, run_dir, "",
