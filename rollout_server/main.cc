@@ -25,6 +25,8 @@ ABSL_FLAG(int, max_batch_tokens, 2048, "tokens of one step at most; longer promp
 ABSL_FLAG(int, max_sequences, 256, "sequences running at a time, in each lane");
 ABSL_FLAG(int, max_waiting_sequences, 16384,
           "sequences waiting at a time; beyond it requests are refused with RESOURCE_EXHAUSTED");
+ABSL_FLAG(std::string, kv_cache_dtype, "auto",
+          "KV cache: auto, on a GPU bf16 or fp8 (E4M3 with scales from the first prompts); auto: bf16, on the CPU fp32");
 ABSL_FLAG(int, max_streams, 64, "Generate streams at a time");
 ABSL_FLAG(int, max_adapters, 2, "adapters of one step, on a GPU");
 ABSL_FLAG(int, max_adapter_rank, 0,
@@ -65,12 +67,21 @@ struct DeviceOptions {
   SamplerOptions sampler;
 };
 
+absl::StatusOr<DType> KvDType(Device device) {
+  const std::string name = absl::GetFlag(FLAGS_kv_cache_dtype);
+  if (name == "auto") return device == Device::kCuda ? DType::kBf16 : DType::kFp32;
+  if (device == Device::kCuda && name == "bf16") return DType::kBf16;
+  if (device == Device::kCuda && name == "fp8") return DType::kFp8E4m3;
+  return absl::InvalidArgumentError(
+      absl::StrCat("--kv_cache_dtype=", name, ": auto, on a GPU also bf16 and fp8; the CPU's cache is fp32"));
+}
+
 absl::StatusOr<DeviceOptions> PlanDevice(const PoolMember& pool, const ModelDescription& description, int block_tokens) {
   const ModelConfig& config = description.config;
   DeviceOptions options;
   options.model.device = pool.device();
   options.model.weight_format = description.format;
-  options.model.kv_dtype = pool.device() == Device::kCuda ? DType::kBf16 : DType::kFp32;
+  TANDEM_ASSIGN_OR_RETURN(options.model.kv_dtype, KvDType(pool.device()));
   options.model.block_tokens = block_tokens;
   const std::uint64_t block_bytes = DecoderModel::BlockBytes(config, block_tokens, options.model.kv_dtype);
   options.model.num_blocks =

@@ -23,6 +23,14 @@ absl::Status CheckShape(const PagedAttentionShape& shape) {
   return CheckComputeType("paged attention", shape.dtype);
 }
 
+// An element of the cache. An E4M3 code stands for its product with the scale of its head.
+template <typename T>
+double CacheValue(const void* array, std::int64_t i, const float* scales, std::int64_t kv_head) {
+  if (scales == nullptr) return static_cast<double>(ToFloat(static_cast<const T*>(array)[i]));
+  const float code = Fp8E4m3ToFloat(static_cast<const std::uint8_t*>(array)[i]);
+  return static_cast<double>(code) * static_cast<double>(scales[kv_head]);
+}
+
 // One query row and head: softmax of its scores over `num_keys` keys, in double.
 template <typename T>
 void AttendRow(const PagedAttentionParams& params, std::int64_t sequence, std::int64_t row, std::int64_t head,
@@ -37,19 +45,21 @@ void AttendRow(const PagedAttentionParams& params, std::int64_t sequence, std::i
   scores->assign(static_cast<std::size_t>(num_keys), 0);
   double largest = -INFINITY;
   for (std::int64_t key = 0; key < num_keys; ++key) {
-    const T* k = static_cast<const T*>(params.keys) + offset(key);
     double score = 0;
-    for (std::int64_t i = 0; i < dim; ++i) score += static_cast<double>(ToFloat(query[i])) * static_cast<double>(ToFloat(k[i]));
+    for (std::int64_t i = 0; i < dim; ++i) {
+      score += static_cast<double>(ToFloat(query[i])) * CacheValue<T>(params.keys, offset(key) + i, params.key_scales, kv_head);
+    }
     (*scores)[static_cast<std::size_t>(key)] = score /= std::sqrt(static_cast<double>(dim));
     largest = std::max(largest, score);
   }
   double total = 0;
   std::vector<double> sums(static_cast<std::size_t>(dim), 0);
   for (std::int64_t key = 0; key < num_keys; ++key) {
-    const T* v = static_cast<const T*>(params.values) + offset(key);
     const double weight = std::exp((*scores)[static_cast<std::size_t>(key)] - largest);
     total += weight;
-    for (std::int64_t i = 0; i < dim; ++i) sums[static_cast<std::size_t>(i)] += weight * static_cast<double>(ToFloat(v[i]));
+    for (std::int64_t i = 0; i < dim; ++i) {
+      sums[static_cast<std::size_t>(i)] += weight * CacheValue<T>(params.values, offset(key) + i, params.value_scales, kv_head);
+    }
   }
   T* output = static_cast<T*>(params.output) + (row * shape.num_heads + head) * dim;
   for (std::int64_t i = 0; i < dim; ++i) {
@@ -100,6 +110,9 @@ absl::Status PlanPagedAttention(const PagedAttentionPlanParams& params, const Pa
 absl::Status PagedAttention(const PagedAttentionParams& params, const PagedAttentionPlan& plan,
                             const PagedAttentionScratch& scratch, Device device, void* stream) {
   TANDEM_RETURN_IF_ERROR(CheckShape(params.shape));
+  if ((params.key_scales == nullptr) != (params.value_scales == nullptr)) {
+    return absl::InvalidArgumentError("paged attention: scales of keys or of values alone");
+  }
   if (params.num_sequences == 0) return absl::OkStatus();
   if (device == Device::kCuda) return internal::PagedAttentionCuda(params, plan, scratch, stream);
   VisitElementType(params.shape.dtype, [&]<typename T>(T) { PagedAttentionReference<T>(params); });

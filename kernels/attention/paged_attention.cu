@@ -11,7 +11,10 @@ using Bf16 = __nv_bfloat16;
 
 // FlashInfer takes pointers to what it only reads.
 std::int32_t* Mutable(const std::int32_t* values) { return const_cast<std::int32_t*>(values); }
-Bf16* Elements(const void* values) { return static_cast<Bf16*>(const_cast<void*>(values)); }
+template <typename T = Bf16>
+T* Elements(const void* values) {
+  return static_cast<T*>(const_cast<void*>(values));
+}
 
 // FlashInfer throws where it refuses; nothing may leave a launcher but a status.
 template <typename Call>
@@ -27,20 +30,22 @@ absl::Status CheckDeviceShape(const PagedAttentionShape& shape) {
                                                  " heads of ", shape.head_dim, "; bf16 of 64 and 128 is supported"));
 }
 
-PagedPrefillParams PrefillParams(const PagedAttentionParams& p, const fi::PrefillPlanInfo& plan, std::byte* indices) {
+template <typename Params>
+Params PrefillParams(const PagedAttentionParams& p, const fi::PrefillPlanInfo& plan, std::byte* indices) {
+  using Kv = typename Params::DTypeKV;
   const PagedAttentionShape& shape = p.shape;
   const std::int64_t strides[] = {p.page_stride, std::int64_t{shape.num_kv_heads} * shape.head_dim, shape.head_dim};
-  const fi::paged_kv_t<Bf16, std::int32_t> cache(
+  const fi::paged_kv_t<Kv, std::int32_t> cache(
       static_cast<std::uint32_t>(shape.num_kv_heads), static_cast<std::uint32_t>(shape.page_tokens),
       static_cast<std::uint32_t>(shape.head_dim), static_cast<std::uint32_t>(p.num_sequences), fi::QKVLayout::kNHD,
-      Elements(p.keys), Elements(p.values), strides, Mutable(p.page_indices), Mutable(p.page_indptr),
+      Elements<Kv>(p.keys), Elements<Kv>(p.values), strides, Mutable(p.page_indices), Mutable(p.page_indptr),
       Mutable(p.last_page_tokens));
-  PagedPrefillParams params(Elements(p.query), cache, /*maybe_custom_mask=*/nullptr, Mutable(p.query_indptr),
-                            /*maybe_mask_indptr=*/nullptr, /*maybe_q_rope_offset=*/nullptr, static_cast<Bf16*>(p.output),
-                            /*lse=*/nullptr, /*maybe_alibi_slopes=*/nullptr, static_cast<std::uint32_t>(shape.num_heads),
-                            static_cast<std::int32_t>(p.query_row_stride), shape.head_dim, /*window_left=*/-1,
-                            /*logits_soft_cap=*/0.f, 1.f / std::sqrt(static_cast<float>(shape.head_dim)), /*rope_scale=*/1.f,
-                            /*rope_theta=*/1e4f);
+  Params params(Elements(p.query), cache, /*maybe_custom_mask=*/nullptr, Mutable(p.query_indptr),
+                /*maybe_mask_indptr=*/nullptr, /*maybe_q_rope_offset=*/nullptr, static_cast<Bf16*>(p.output),
+                /*lse=*/nullptr, /*maybe_alibi_slopes=*/nullptr, static_cast<std::uint32_t>(shape.num_heads),
+                static_cast<std::int32_t>(p.query_row_stride), shape.head_dim, /*window_left=*/-1,
+                /*logits_soft_cap=*/0.f, 1.f / std::sqrt(static_cast<float>(shape.head_dim)), /*rope_scale=*/1.f,
+                /*rope_theta=*/1e4f);
   const auto at = [&](std::int64_t offset) { return fi::GetPtrFromBaseOffset<std::int32_t>(indices, offset); };
   params.request_indices = at(plan.request_indices_offset);
   params.qo_tile_indices = at(plan.qo_tile_indices_offset);
@@ -99,7 +104,14 @@ absl::Status PagedAttentionCuda(const PagedAttentionParams& params, const PagedA
       partial_output = fi::GetPtrFromBaseOffset<Bf16>(scratch.partials.data(), info.v_offset);
       partial_lse = fi::GetPtrFromBaseOffset<float>(scratch.partials.data(), info.s_offset);
     }
-    const PagedPrefillParams prefill = PrefillParams(params, info, scratch.indices.data());
+    if (params.key_scales != nullptr) {
+      auto prefill = PrefillParams<Fp8PagedPrefillParams>(params, info, scratch.indices.data());
+      prefill.key_scales = params.key_scales;
+      prefill.value_scales = params.value_scales;
+      return LaunchPagedPrefillFp8(prefill, params.shape.head_dim, info.cta_tile_q, partial_output, partial_lse,
+                                   static_cast<cudaStream_t>(stream));
+    }
+    const auto prefill = PrefillParams<PagedPrefillParams>(params, info, scratch.indices.data());
     const auto launch = params.shape.head_dim == 64 ? LaunchPagedPrefill64 : LaunchPagedPrefill128;
     return launch(prefill, info.cta_tile_q, partial_output, partial_lse, static_cast<cudaStream_t>(stream));
   });

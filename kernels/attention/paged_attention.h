@@ -55,11 +55,15 @@ absl::Status PlanPagedAttention(const PagedAttentionPlanParams& params, const Pa
 
 struct PagedAttentionParams {
   PagedAttentionShape shape;
-  const void* query = nullptr;                     // [num_rows, query_row_stride]: num_heads x head_dim of each row, rotated
-  std::int64_t query_row_stride = 0;               // in elements
-  const void* keys = nullptr;                      // page p: [page_tokens, num_kv_heads, head_dim] at keys + p page_stride
-  const void* values = nullptr;                    // as keys
-  std::int64_t page_stride = 0;                    // in elements
+  const void* query = nullptr;        // [num_rows, query_row_stride]: num_heads x head_dim of each row, rotated
+  std::int64_t query_row_stride = 0;  // in elements
+  const void* keys = nullptr;         // page p: [page_tokens, num_kv_heads, head_dim] at keys + p page_stride
+  const void* values = nullptr;       // as keys
+  std::int64_t page_stride = 0;       // in elements
+  // [num_kv_heads] each: keys and values are E4M3 codes under these scales (kv_cache/fp8_kv.h). Null: they are of the shape's
+  // type.
+  const float* key_scales = nullptr;
+  const float* value_scales = nullptr;
   void* output = nullptr;                          // [num_rows, num_heads, head_dim]
   const std::int32_t* query_indptr = nullptr;      // [num_sequences + 1]
   const std::int32_t* page_indptr = nullptr;       // [num_sequences + 1]

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 
 #include <cmath>
 #include <exception>
@@ -18,12 +19,20 @@ namespace tandem::internal {
 
 using PagedPrefillParams = flashinfer::BatchPrefillPagedParams<__nv_bfloat16, __nv_bfloat16, __nv_bfloat16, std::int32_t>;
 
-template <std::uint32_t kHeadDim>
-cudaError_t LaunchPagedPrefill(const PagedPrefillParams& params, std::int64_t tile, __nv_bfloat16* partial_output,
-                               float* partial_lse, cudaStream_t stream) {
+using Fp8PrefillBase = flashinfer::BatchPrefillPagedParams<__nv_bfloat16, __nv_fp8_e4m3, __nv_bfloat16, std::int32_t>;
+struct Fp8PagedPrefillParams : Fp8PrefillBase {
+  using Fp8PrefillBase::Fp8PrefillBase;
+  const float* key_scales = nullptr;  // [num_kv_heads]
+  const float* value_scales = nullptr;
+};
+
+using PlainHeads = flashinfer::DefaultAttention</*use_custom_mask=*/false, /*use_sliding_window=*/false,
+                                                /*use_logits_soft_cap=*/false, /*use_alibi=*/false>;
+
+template <std::uint32_t kHeadDim, typename Variant = PlainHeads, typename Params>
+cudaError_t LaunchPagedPrefill(const Params& params, std::int64_t tile, __nv_bfloat16* partial_output, float* partial_lse,
+                               cudaStream_t stream) {
   namespace fi = flashinfer;
-  using Variant = fi::DefaultAttention</*use_custom_mask=*/false, /*use_sliding_window=*/false, /*use_logits_soft_cap=*/false,
-                                       /*use_alibi=*/false>;
   const auto launch = [&]<std::uint32_t kTile>() {
     return fi::BatchPrefillWithPagedKVCacheDispatched<kTile, kHeadDim, kHeadDim, fi::PosEncodingMode::kNone,
                                                       /*USE_FP16_QK_REDUCTION=*/false, fi::MaskMode::kCausal, Variant>(
@@ -43,6 +52,8 @@ cudaError_t LaunchPagedPrefill(const PagedPrefillParams& params, std::int64_t ti
 
 cudaError_t LaunchPagedPrefill64(const PagedPrefillParams& params, std::int64_t tile, __nv_bfloat16* partial_output,
                                  float* partial_lse, cudaStream_t stream);
+cudaError_t LaunchPagedPrefillFp8(const Fp8PagedPrefillParams& params, int head_dim, std::int64_t tile,
+                                  __nv_bfloat16* partial_output, float* partial_lse, cudaStream_t stream);
 cudaError_t LaunchPagedPrefill128(const PagedPrefillParams& params, std::int64_t tile, __nv_bfloat16* partial_output,
                                   float* partial_lse, cudaStream_t stream);
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "kernels/attention/paged_attention.h"
 #include "kernels/embedding/embedding.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/kv_cache/fp8_kv.h"
 #include "kernels/kv_cache/kv_cache.h"
 #include "kernels/quantize/quantized_matrix.h"
 #include "kernels/rms_norm/rms_norm.h"
@@ -25,6 +27,7 @@
 #include "rollout_server/model/cuda_step_graphs.h"
 #include "rollout_server/model/decoder_backends.h"
 #include "rollout_server/model/device_adapters.h"
+#include "rollout_server/model/kv_scales.h"
 
 namespace tandem {
 namespace {
@@ -72,6 +75,8 @@ struct WorkspacePlaces {
       total_bytes = RoundUp(total_bytes + bytes, kAlignment);
       return begin;
     };
+    const bool is_fp8 = options.kv_dtype == DType::kFp8E4m3;
+    kv_scales = put(is_fp8 ? KvScales::Bytes(config) : 0);  // first: the next process looks for them here
     const auto tokens = static_cast<std::uint64_t>(options.max_batch_tokens);
     const auto d = static_cast<std::uint64_t>(config.hidden_size), f = static_cast<std::uint64_t>(config.intermediate_size);
     const auto q = static_cast<std::uint64_t>(config.q_size()), kv = static_cast<std::uint64_t>(config.kv_size());
@@ -81,6 +86,9 @@ struct WorkspacePlaces {
     qkv = put(tokens * (q + 2 * kv) * sizeof(float));
     queries = put_rows(q);
     attention = put_rows(q);
+    key_rows = put_rows(is_fp8 ? kv : 0);
+    value_rows = put_rows(is_fp8 ? kv : 0);
+    row_slots = put(is_fp8 ? tokens * sizeof(std::int32_t) : 0);
     gate_up = put(tokens * 2 * f * sizeof(float));
     activated = put_rows(f);
     adapter_x = put_rows(DeviceAdapters::MaxWidth(options.max_adapter_rank));
@@ -110,7 +118,9 @@ struct WorkspacePlaces {
   std::uint64_t cosines, sines;  // fp32 [max_positions, head_dim / 2]
   std::uint64_t step_indices, attention_partials, attention_partial_bytes, attention_indices, attention_index_bytes;
   std::uint64_t gemm, adapters, adapter_bytes;
-  std::uint64_t dense;  // values of the weight in codes that is multiplied with
+  std::uint64_t dense;                            // values of the weight in codes that is multiplied with
+  std::uint64_t kv_scales, key_rows, value_rows;  // of a cache in fp8; rows: [max_batch_tokens, kv_size] on their way to it
+  std::uint64_t row_slots;                        // int32 [max_batch_tokens]: 0, 1, 2, ...
   std::uint64_t total_bytes = 0;
 };
 
@@ -146,6 +156,9 @@ class CudaDecoderModel : public DecoderModel {
         gemm_(std::move(gemm)),
         staging_(std::move(staging)),
         plan_staging_(std::move(plan_staging)),
+        kv_scales_(options.kv_dtype == DType::kFp8E4m3
+                       ? std::optional<KvScales>(std::in_place, config, layout.digest, at(places_.kv_scales))
+                       : std::nullopt),
         adapters_(config, options.max_adapters, options.max_adapter_rank, at(places_.adapters)),
         graphs_(stream_->handle()) {}
   ~CudaDecoderModel() override {
@@ -157,7 +170,7 @@ class CudaDecoderModel : public DecoderModel {
   absl::Status CopyBlock(std::int32_t from, std::int32_t to) override {
     TANDEM_RETURN_IF_ERROR(CheckBlockCopy(from, to, options_.num_blocks));
     if (from == to) return absl::OkStatus();
-    const std::uint64_t bytes = DecoderModel::BlockBytes(config_, options_.block_tokens, DType::kBf16);
+    const std::uint64_t bytes = DecoderModel::BlockBytes(config_, options_.block_tokens, options_.kv_dtype);
     return CudaToStatus(
         cudaMemcpyAsync(cache_ + static_cast<std::uint64_t>(to) * bytes, cache_ + static_cast<std::uint64_t>(from) * bytes, bytes,
                         cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream())),
@@ -184,15 +197,19 @@ class CudaDecoderModel : public DecoderModel {
             .indices = {at(places_.attention_indices), places_.attention_index_bytes},
             .staging = plan_staging_->bytes()};
   }
+  // This step finds the scales of the cache.
+  bool is_measuring() const { return kv_scales_.has_value() && !kv_scales_->are_set(); }
   std::int64_t page_elements() const { return std::int64_t{options_.block_tokens} * config_.kv_size(); }
 
   absl::Status CheckCapacity(const StepBatch& batch) const;
+  absl::Status CheckScales(const StepBatch& batch) const;
   // The bucket of a step in which every sequence decodes one token, draws, and runs under one adapter or none.
   std::optional<std::int64_t> GraphBucket(const StepBatch& batch, const StepShape& shape) const;
   void Pack(const StepBatch& batch, const StepShape& shape);
   absl::Status FindRuns(const StepBatch& batch, StepShape* shape);
   absl::Status Enqueue(const StepShape& shape);
   absl::Status EnqueueLayer(const StepShape& shape, int layer);
+  absl::Status StoreKv(const StepShape& shape, int layer, std::byte* keys, std::byte* values, std::int64_t page_stride);
   absl::Status Linear(const StepShape& shape, const void* x, const LinearPlace& weight, int layer, LinearGroup group, float* y,
                       float beta);
   absl::Status Norm(const TensorPlace& weight, const std::int32_t* rows, std::int64_t num_rows);
@@ -208,6 +225,7 @@ class CudaDecoderModel : public DecoderModel {
   const std::unique_ptr<Gemm> gemm_;
   const std::unique_ptr<HostBuffer> staging_;
   const std::unique_ptr<HostBuffer> plan_staging_;
+  std::optional<KvScales> kv_scales_;  // of a cache in fp8
   DeviceAdapters adapters_;
   StepGraphs graphs_;
 };
@@ -220,7 +238,24 @@ absl::Status CudaDecoderModel::Prepare() {
                                         .cosines = reinterpret_cast<float*>(at(places_.cosines)),
                                         .sines = reinterpret_cast<float*>(at(places_.sines))},
                                        Device::kCuda, stream()));
+  if (kv_scales_.has_value()) {
+    std::vector<std::int32_t> rows(static_cast<std::size_t>(options_.max_batch_tokens));
+    std::iota(rows.begin(), rows.end(), 0);
+    TANDEM_RETURN_IF_ERROR(CopyFromHost(Device::kCuda, at(places_.row_slots), rows.data(), rows.size() * sizeof(rows[0])));
+    TANDEM_RETURN_IF_ERROR(kv_scales_->Find());
+  }
   return Fence();
+}
+
+absl::Status CudaDecoderModel::CheckScales(const StepBatch& batch) const {
+  if (!is_measuring()) return absl::OkStatus();
+  for (std::size_t s = 0; s < batch.context_lens.size(); ++s) {
+    const std::int32_t num_new = batch.cu_query_lens[s + 1] - batch.cu_query_lens[s];
+    if (batch.context_lens[s] == num_new) continue;
+    return absl::FailedPreconditionError(absl::StrCat("KV cache in fp8: sequence ", s, " reads ", batch.context_lens[s] - num_new,
+                                                      " tokens of a cache that has no scales yet"));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CudaDecoderModel::CheckCapacity(const StepBatch& batch) const {
@@ -253,7 +288,7 @@ absl::Status CudaDecoderModel::FindRuns(const StepBatch& batch, StepShape* shape
 
 std::optional<std::int64_t> CudaDecoderModel::GraphBucket(const StepBatch& batch, const StepShape& shape) const {
   const auto num_sequences = static_cast<std::int64_t>(batch.context_lens.size());
-  if (static_cast<std::int64_t>(batch.token_ids.size()) != num_sequences || !shape.is_every_row_wanted ||
+  if (is_measuring() || static_cast<std::int64_t>(batch.token_ids.size()) != num_sequences || !shape.is_every_row_wanted ||
       shape.runs.size() != 1) {
     return std::nullopt;
   }
@@ -301,6 +336,7 @@ void CudaDecoderModel::Pack(const StepBatch& batch, const StepShape& shape) {
 absl::StatusOr<Logits> CudaDecoderModel::Run(const StepBatch& batch) {
   TANDEM_RETURN_IF_ERROR(CheckStepBatch(batch, config_, options_.num_blocks, options_.block_tokens));
   TANDEM_RETURN_IF_ERROR(CheckCapacity(batch));
+  TANDEM_RETURN_IF_ERROR(CheckScales(batch));
   TANDEM_RETURN_IF_ERROR(Fence());  // the step before may still read the staging memory
   StepShape shape;
   shape.num_rows = static_cast<std::int64_t>(batch.token_ids.size());
@@ -337,6 +373,7 @@ absl::StatusOr<Logits> CudaDecoderModel::Run(const StepBatch& batch) {
     TANDEM_RETURN_IF_ERROR(graphs_.Run(key, [&] { return Enqueue(shape); }));
   } else {
     TANDEM_RETURN_IF_ERROR(Enqueue(shape));
+    if (is_measuring()) TANDEM_RETURN_IF_ERROR(kv_scales_->Freeze(stream()));
   }
   return Logits{.data = reinterpret_cast<const float*>(at(places_.logits)),
                 .num_rows = static_cast<std::int64_t>(batch.logit_rows.size()),
@@ -373,39 +410,45 @@ absl::Status CudaDecoderModel::Norm(const TensorPlace& weight, const std::int32_
 absl::Status CudaDecoderModel::EnqueueLayer(const StepShape& shape, int layer) {
   const LayerPlaces& layer_places = layout_.layers[static_cast<std::size_t>(layer)];
   const StepPlaces& step = places_.step;
-  std::byte* const keys = cache_ + static_cast<std::int64_t>(kBf16Bytes) * 2 * layer * page_elements();
-  std::byte* const values = keys + static_cast<std::int64_t>(kBf16Bytes) * page_elements();
+  const auto kv_bytes = static_cast<std::int64_t>(ElementBytes(options_.kv_dtype));
+  std::byte* const keys = cache_ + kv_bytes * 2 * layer * page_elements();
+  std::byte* const values = keys + kv_bytes * page_elements();
   const std::int64_t page_stride = 2 * config_.num_layers * page_elements();
+  const bool is_fp8 = kv_scales_.has_value();
 
   TANDEM_RETURN_IF_ERROR(Norm(layer_places.input_norm, nullptr, shape.num_rows));
   TANDEM_RETURN_IF_ERROR(Linear(shape, at(places_.normed), layer_places.qkv, layer, LinearGroup::kQkv, qkv(), 0));
-  TANDEM_RETURN_IF_ERROR(RopeAndCache({.dtype = DType::kBf16,
-                                       .qkv = qkv(),
-                                       .queries = at(places_.queries),
-                                       .query_row_stride = config_.q_size(),
-                                       .bias = WeightOrNull(layer_places.qkv_bias),
-                                       .q_norm = WeightOrNull(layer_places.q_norm),
-                                       .k_norm = WeightOrNull(layer_places.k_norm),
-                                       .epsilon = config_.rms_norm_epsilon,
-                                       .num_rows = shape.num_rows,
-                                       .num_heads = config_.num_heads,
-                                       .num_kv_heads = config_.num_kv_heads,
-                                       .head_dim = config_.head_dim,
-                                       .positions = Index<const std::int32_t>(step.positions),
-                                       .cosines = reinterpret_cast<const float*>(at(places_.cosines)),
-                                       .sines = reinterpret_cast<const float*>(at(places_.sines)),
-                                       .slots = Index<const std::int32_t>(step.slots),
-                                       .keys = keys,
-                                       .values = values,
-                                       .page_stride = page_stride,
-                                       .page_tokens = options_.block_tokens},
-                                      Device::kCuda, stream()));
+  TANDEM_RETURN_IF_ERROR(RopeAndCache(
+      {.dtype = DType::kBf16,
+       .qkv = qkv(),
+       .queries = at(places_.queries),
+       .query_row_stride = config_.q_size(),
+       .bias = WeightOrNull(layer_places.qkv_bias),
+       .q_norm = WeightOrNull(layer_places.q_norm),
+       .k_norm = WeightOrNull(layer_places.k_norm),
+       .epsilon = config_.rms_norm_epsilon,
+       .num_rows = shape.num_rows,
+       .num_heads = config_.num_heads,
+       .num_kv_heads = config_.num_kv_heads,
+       .head_dim = config_.head_dim,
+       .positions = Index<const std::int32_t>(step.positions),
+       .cosines = reinterpret_cast<const float*>(at(places_.cosines)),
+       .sines = reinterpret_cast<const float*>(at(places_.sines)),
+       .slots = is_fp8 ? reinterpret_cast<const std::int32_t*>(at(places_.row_slots)) : Index<const std::int32_t>(step.slots),
+       .keys = is_fp8 ? at(places_.key_rows) : keys,
+       .values = is_fp8 ? at(places_.value_rows) : values,
+       .page_stride = is_fp8 ? config_.kv_size() : page_stride,
+       .page_tokens = is_fp8 ? 1 : options_.block_tokens},
+      Device::kCuda, stream()));
+  if (is_fp8) TANDEM_RETURN_IF_ERROR(StoreKv(shape, layer, keys, values, page_stride));
   TANDEM_RETURN_IF_ERROR(PagedAttention({.shape = AttentionShape(config_, options_.block_tokens),
                                          .query = at(places_.queries),
                                          .query_row_stride = config_.q_size(),
                                          .keys = keys,
                                          .values = values,
                                          .page_stride = page_stride,
+                                         .key_scales = is_fp8 ? kv_scales_->layer(layer) : nullptr,
+                                         .value_scales = is_fp8 ? kv_scales_->layer(layer) + config_.num_kv_heads : nullptr,
                                          .output = at(places_.attention),
                                          .query_indptr = Index<const std::int32_t>(step.query_indptr),
                                          .page_indptr = Index<const std::int32_t>(step.page_indptr),
@@ -479,6 +522,24 @@ absl::Status CudaDecoderModel::Linear(const StepShape& shape, const void* x, con
   return absl::OkStatus();
 }
 
+// Finished rows of keys and values into pages of E4M3.
+absl::Status CudaDecoderModel::StoreKv(const StepShape& shape, int layer, std::byte* keys, std::byte* values,
+                                       std::int64_t page_stride) {
+  const Fp8KvParams params = {.keys = at(places_.key_rows),
+                              .values = at(places_.value_rows),
+                              .num_rows = shape.num_rows,
+                              .num_kv_heads = config_.num_kv_heads,
+                              .head_dim = config_.head_dim,
+                              .slots = Index<const std::int32_t>(places_.step.slots),
+                              .scales = kv_scales_->layer(layer),
+                              .key_pages = keys,
+                              .value_pages = values,
+                              .page_stride = page_stride,
+                              .page_tokens = options_.block_tokens};
+  if (is_measuring()) TANDEM_RETURN_IF_ERROR(MeasureFp8KvScales(params, Device::kCuda, stream()));
+  return StoreFp8Kv(params, Device::kCuda, stream());
+}
+
 absl::Status CudaDecoderModel::Head(const StepShape& shape) {
   if (shape.num_logits == 0) return absl::OkStatus();
   const auto* rows = shape.is_every_row_wanted ? nullptr : Index<const std::int32_t>(places_.step.logit_rows);
@@ -500,7 +561,7 @@ absl::Status CheckOptions(const ModelConfig& config, const WeightLayout& layout,
     return fault("weights are ", StorageFormatName(layout.format), ", the workspace is for ",
                  StorageFormatName(options.weight_format), "; bf16, fp8 and nf4 are supported");
   }
-  if (options.kv_dtype != DType::kBf16) return fault("the KV cache is bf16");
+  if (options.kv_dtype == DType::kFp32) return fault("the KV cache is bf16 or fp8");
   if (config.head_dim != 64 && config.head_dim != 128) return fault("head_dim ", config.head_dim, "; 64 and 128 are supported");
   if (options.max_batch_tokens < 1 || options.max_sequences < 1 || options.max_logit_rows < 1 || options.max_adapters < 0 ||
       options.max_adapter_rank < 0) {

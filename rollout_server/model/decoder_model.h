@@ -41,7 +41,7 @@ struct StepBatch {
 struct DecoderModelOptions {
   Device device = Device::kCpu;
   StorageFormat weight_format = StorageFormat::kFp32;  // the layout's: kFp32 on the CPU, any other on the GPU
-  DType kv_dtype = DType::kFp32;                       // kFp32 on the CPU, kBf16 on the GPU
+  DType kv_dtype = DType::kFp32;                       // kFp32 on the CPU, kBf16 or kFp8E4m3 on the GPU
   int block_tokens = 16;
   int num_blocks = 0;
   // The largest step, on the GPU: the CPU's activations grow with the step.
@@ -78,8 +78,9 @@ class DecoderModel {
                                                               const DecoderModelOptions& options);
   virtual ~DecoderModel() = default;
   // One row of logits for each of batch.logit_rows, valid until the next call. On the GPU it only enqueues, on one stream that
-  // the model owns. Errors: INVALID_ARGUMENT (the batch), INTERNAL (LibTorch's or CUDA's words). A row's logits do not depend on
-  // the other sequences of the batch beyond the rounding of the GEMM.
+  // the model owns, but for the first step into a cache in fp8, which waits for the cache's scales. Errors: INVALID_ARGUMENT (the
+  // batch), FAILED_PRECONDITION (it reads a cache in fp8 that has no scales), INTERNAL (LibTorch's or CUDA's words, scales that
+  // are no numbers). A row's logits do not depend on the other sequences of the batch beyond the rounding of the GEMM.
   virtual absl::StatusOr<Logits> Run(const StepBatch& batch) = 0;
   // Copies one block's K and V (a shared prompt's last, partly filled block, before a member writes to it). On the GPU enqueued.
   virtual absl::Status CopyBlock(std::int32_t from, std::int32_t to) = 0;

@@ -8,6 +8,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "rollout_server/model/decoder_model.h"
+#include "rollout_server/model/kv_scales.h"
 #include "rollout_server/sample/sampler.h"
 #include "tests/support/device_bytes.h"
 #include "tests/support/naive_transformer.h"
@@ -126,14 +127,14 @@ class Feeder {
 
 class GpuModel {
  public:
-  explicit GpuModel(const Weights& weights)
+  explicit GpuModel(const Weights& weights, DType kv_dtype = DType::kBf16)
       : weights_(weights.layout.total_bytes),
-        cache_(kNumBlocks * DecoderModel::BlockBytes(weights.model.config, kBlockTokens, DType::kBf16)) {
+        cache_(kNumBlocks * DecoderModel::BlockBytes(weights.model.config, kBlockTokens, kv_dtype)) {
     cache_.Fill(0xff);  // what a former holder of the memory left must not matter
     EXPECT_EQ(weights_.Upload(weights.bytes.data(), weights.layout.total_bytes), absl::OkStatus());
     options_.device = Device::kCuda;
     options_.weight_format = weights.layout.format;
-    options_.kv_dtype = DType::kBf16;
+    options_.kv_dtype = kv_dtype;
     options_.block_tokens = kBlockTokens;
     options_.num_blocks = kNumBlocks;
     options_.max_batch_tokens = 1024;
@@ -144,10 +145,16 @@ class GpuModel {
     workspace_ = std::make_unique<DeviceBytes>(DecoderModel::WorkspaceBytes(weights.model.config, options_));
     workspace_->Fill(0xff);
     options_.workspace = workspace_->span();
+    Start(weights);
+  }
+  // Another model over the same memory, as a process that comes back makes it.
+  void Start(const Weights& weights) {
+    model_.reset();
     auto created = DecoderModel::Create(weights.model.config, weights.layout, weights_.data(), cache_.span(), options_);
     EXPECT_TRUE(created.ok()) << created.status();
     model_ = *std::move(created);
   }
+  DeviceBytes& workspace() const { return *workspace_; }
   DecoderModel* operator->() const { return model_.get(); }
   std::vector<Row> Run(const StepBatch& batch) const { return ToRows(model_->Run(batch), model_.get()); }
   std::byte* weight(const TensorPlace& place) const { return weights_.data() + place.begin_bytes; }
@@ -271,6 +278,73 @@ TEST_F(CudaDecoderModelTest, WeightsInCodesAgreeWithTheCpuOnTheirValues) {
       }
     }
   }
+}
+
+TEST_F(CudaDecoderModelTest, AnFp8CacheFollowsTheOneInBf16) {
+  for (const int head_dim : {64, 128}) {
+    ModelConfig config = GpuConfig(head_dim);
+    config.has_qkv_bias = config.has_qk_norm = head_dim == 128;
+    const Weights weights(config);
+    const GpuModel wide(weights), narrow(weights, DType::kFp8E4m3);
+    Feeder feeder;
+    double sum_errors = 0, worst = 0;
+    std::size_t num_rows = 0;
+    const auto step = [&](const std::vector<Feeder::Chunk>& chunks, bool wants_all) {
+      const StepBatch batch = feeder.Next(chunks, wants_all);
+      const std::vector<Row> expected = wide.Run(batch), actual = narrow.Run(batch);
+      ASSERT_EQ(actual.size(), expected.size());
+      for (std::size_t r = 0; r < actual.size(); ++r) {
+        double error = 0, square = 0;
+        for (std::size_t i = 0; i < actual[r].size(); ++i) {
+          const double off = static_cast<double>(actual[r][i]) - static_cast<double>(expected[r][i]);
+          error += off * off, square += static_cast<double>(expected[r][i]) * static_cast<double>(expected[r][i]);
+        }
+        const double relative = std::sqrt(error / square);
+        sum_errors += relative, ++num_rows;
+        if (!(relative <= worst)) worst = relative;
+      }
+    };
+    step({{0, RandomIds(1, 61)}, {1, RandomIds(2, 40)}}, true);
+    step({{0, {5}}, {1, RandomIds(4, 9)}, {2, RandomIds(5, 200)}}, true);
+    for (std::uint32_t t = 0; t < 8; ++t) step({{0, {t}}, {1, {t + 1}}, {2, {t + 2}}}, false);
+    std::printf("head_dim %d: logits off by %.4f of their length in the mean, %.4f at worst, of %zu rows\n", head_dim,
+                sum_errors / static_cast<double>(num_rows), worst, num_rows);
+    EXPECT_LE(sum_errors / static_cast<double>(num_rows), 0.06);
+    EXPECT_GT(worst, 1e-4) << "bits of a cache in bf16";
+  }
+}
+
+// CASES C13: scales are measured once; a published version, other use of the cache's memory in between and a restart change no
+// bit of them, and a cache without scales is not read.
+TEST_F(CudaDecoderModelTest, ScalesOfAnFp8CacheStayToTheBit) {
+  const Weights weights;
+  GpuModel gpu(weights, DType::kFp8E4m3);
+  Feeder feeder;
+  std::vector<std::byte> first(KvScales::Bytes(weights.model.config)), now(first.size());
+  const auto read = [&](std::vector<std::byte>* to) {
+    EXPECT_EQ(CopyToHost(Device::kCuda, to->data(), gpu.workspace().data(), to->size()), absl::OkStatus());
+  };
+  gpu.Run(feeder.Next({{0, RandomIds(1, 30)}}, false));
+  read(&first);
+  gpu.Run(feeder.Next({{1, RandomIds(2, 200)}}, false));
+  DeviceAdapterCopy adapter(weights.model.config, 8, testing::AllLinearKinds(), 2.f, 3);
+  StepBatch batch = feeder.Next({{0, {7}, 0}, {2, RandomIds(3, 50), 0}}, true);
+  batch.adapters = {adapter.device_view(1)};
+  const std::vector<Row> before = gpu.Run(batch);
+  read(&now);
+  EXPECT_EQ(now, first);
+  gpu.Start(weights);
+  EXPECT_EQ(gpu.Run(batch), before) << "after a restart, over what the cache holds";
+  read(&now);
+  EXPECT_EQ(now, first);
+
+  gpu.workspace().Fill(0xff);
+  gpu.Start(weights);
+  const absl::StatusOr<Logits> without = gpu->Run(batch);
+  EXPECT_THAT(std::string(without.status().message()), HasSubstr("sequence 0 reads 30 tokens of a cache that has no scales yet"));
+  gpu.Run(feeder.Next({{3, RandomIds(1, 30)}}, false));
+  read(&now);
+  EXPECT_EQ(now, first) << "the same prompt measures the same";
 }
 
 TEST_F(CudaDecoderModelTest, EachSequenceRunsUnderItsOwnAdapter) {

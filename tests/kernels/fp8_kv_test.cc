@@ -1,0 +1,89 @@
+// Keys and values in E4M3 on the CPU: what the device's kernels are compared with.
+#include "gmock/gmock.h"
+#include "kernels/attention/paged_attention.h"
+#include "tests/kernels/fp8_kv_arrays.h"
+
+namespace tandem {
+namespace {
+
+TEST(Fp8Kv, AScaleIsOfItsHeadAlone) {
+  Fp8KvArrays arrays(2, 8, 2);
+  for (std::int64_t i = 0; i < arrays.keys.count(); ++i) {
+    arrays.keys.Set(i, i == 5 ? -7.f : 0.25f);
+    arrays.values.Set(i, 0);
+  }
+  ASSERT_EQ(MeasureFp8KvScales(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
+  EXPECT_THAT(arrays.scales,
+              ::testing::ElementsAre(7 * kFp8KvMargin / 448, 0.25f * kFp8KvMargin / 448, kFp8KvMargin / 448, kFp8KvMargin / 448));
+  arrays.keys.Set(9, NAN);
+  ASSERT_EQ(MeasureFp8KvScales(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
+  EXPECT_FALSE(std::isnan(arrays.scales[0]));
+  EXPECT_TRUE(std::isnan(arrays.scales[1]));
+}
+
+TEST(Fp8Kv, CodesLieInTheirPagesAndComeBackWithinTheirRounding) {
+  Fp8KvArrays arrays(3, 16, 20);
+  const Fp8KvParams params = arrays.Params();
+  ASSERT_EQ(MeasureFp8KvScales(params, Device::kCpu, nullptr), absl::OkStatus());
+  ASSERT_EQ(StoreFp8Kv(params, Device::kCpu, nullptr), absl::OkStatus());
+  std::size_t num_written = 0;
+  for (const std::uint8_t code : arrays.pages) num_written += code != 0xee ? 1 : 0;
+  EXPECT_GE(num_written, 17 * 2 * 48 * 9 / 10);
+  EXPECT_LE(num_written, 17 * 2 * 48);
+  for (std::int64_t row = 0; row < 20; ++row) {
+    const std::int32_t slot = arrays.slots[static_cast<std::size_t>(row)];
+    if (slot < 0) continue;
+    for (std::int64_t i = 0; i < 48; ++i) {
+      const std::int64_t place = slot / 16 * arrays.page_stride() + slot % 16 * 48 + i;
+      const float key = arrays.keys.Get(row * 48 + i), scale = arrays.scales[static_cast<std::size_t>(i / 16)];
+      const float back = Fp8E4m3ToFloat(arrays.pages[static_cast<std::size_t>(place)]) * scale;
+      EXPECT_NEAR(back, key, std::fabs(key) * 0x1p-4f + scale * 0x1p-10f) << "row " << row << " element " << i;
+      const float value = arrays.values.Get(row * 48 + i), value_scale = arrays.scales[static_cast<std::size_t>(3 + i / 16)];
+      const float value_back = Fp8E4m3ToFloat(arrays.pages[static_cast<std::size_t>(place + 16 * 48)]) * value_scale;
+      EXPECT_NEAR(value_back, value, std::fabs(value) * 0x1p-4f + value_scale * 0x1p-10f) << "row " << row << " element " << i;
+    }
+  }
+}
+
+TEST(Fp8Kv, WhatIsBeyondTheScaleSaturates) {
+  Fp8KvArrays arrays(1, 8, 1);
+  arrays.scales = {0.5f, 0.5f};
+  for (std::int64_t i = 0; i < 8; ++i) arrays.keys.Set(i, i % 2 == 0 ? 1e6f : -1e6f);
+  ASSERT_EQ(StoreFp8Kv(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
+  EXPECT_EQ(Fp8E4m3ToFloat(arrays.pages[0]) * 0.5f, 224);
+  EXPECT_EQ(Fp8E4m3ToFloat(arrays.pages[1]) * 0.5f, -224);
+}
+
+// One query over one key: the output is the value, whatever the score.
+TEST(Fp8Kv, AttentionReadsCodesUnderTheirScales) {
+  Fp8KvArrays arrays(1, 8, 1);
+  const Fp8KvParams params = arrays.Params();
+  ASSERT_EQ(MeasureFp8KvScales(params, Device::kCpu, nullptr), absl::OkStatus());
+  ASSERT_EQ(StoreFp8Kv(params, Device::kCpu, nullptr), absl::OkStatus());
+  const HostArray query = HostArray::Random(DType::kFp32, 8, 3);
+  HostArray output(DType::kFp32, 8);
+  const std::int32_t query_indptr[] = {0, 1}, page_indptr[] = {0, 1}, page_indices[] = {0}, last_page_tokens[] = {1};
+  PagedAttentionParams attention = {.shape = {.dtype = DType::kFp32, .num_heads = 1, .num_kv_heads = 1, .head_dim = 8}};
+  attention.shape.page_tokens = Fp8KvArrays::kPageTokens;
+  attention.query = query.data();
+  attention.query_row_stride = 8;
+  attention.keys = params.key_pages;
+  attention.values = params.value_pages;
+  attention.page_stride = params.page_stride;
+  attention.key_scales = arrays.scales.data();
+  attention.value_scales = arrays.scales.data() + 1;
+  attention.output = output.data();
+  attention.query_indptr = query_indptr;
+  attention.page_indptr = page_indptr;
+  attention.page_indices = page_indices;
+  attention.last_page_tokens = last_page_tokens;
+  attention.num_sequences = 1;
+  ASSERT_EQ(PagedAttention(attention, {}, {}, Device::kCpu, nullptr), absl::OkStatus());
+  for (std::int64_t i = 0; i < 8; ++i)
+    EXPECT_NEAR(output.Get(i), arrays.values.Get(i), std::fabs(arrays.values.Get(i)) * 0x1p-4f);
+  attention.value_scales = nullptr;
+  EXPECT_FALSE(PagedAttention(attention, {}, {}, Device::kCpu, nullptr).ok());
+}
+
+}  // namespace
+}  // namespace tandem
