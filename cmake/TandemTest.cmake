@@ -16,4 +16,7 @@ function(tandem_test name)
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT}
     ENVIRONMENT "OMP_NUM_THREADS=1;OMP_WAIT_POLICY=PASSIVE")
+  if("gpu" IN_LIST arg_LABELS)
+    set_tests_properties(${name} PROPERTIES RESOURCE_LOCK gpu)    # one at a time: some take all of its memory
+  endif()
 endfunction()
