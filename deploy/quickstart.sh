@@ -2,7 +2,7 @@
 # From a clone to a rising reward: installs what is missing, builds, starts both daemons, teaches SmolLM2-135M-Instruct to add, and
 # shows the reward on prompts that it was never trained on, before and after. On the GPU where there is one, else on the CPU.
 #
-#   deploy/quickstart.sh [--seed=N] [--steps=N] [--skip_install] [--daemon_flags="--device=cpu"]
+#   deploy/quickstart.sh [--seed=N] [--steps=N] [--skip_install] [--daemon_flags="--device=cpu"] [--rollout_flags="..."]
 #
 # Leaves quickstart-report.json and quickstart-reward.png in the project's root, and the daemons stopped.
 set -euo pipefail
@@ -12,7 +12,7 @@ cd "$root"
 skip_install=0 run=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --seed=* | --steps=* | --daemon_flags=*) run+=("$1") ;;
+    --seed=* | --steps=* | --daemon_flags=* | --rollout_flags=*) run+=("$1") ;;
     --seed) run+=("--seed=${2:?--seed needs a number}"); shift ;;
     --skip_install) skip_install=1 ;;
     *) sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; echo "unknown argument: $1" >&2; exit 1 ;;

@@ -61,6 +61,8 @@ void ReportMemory(const PoolMember& pool, Metrics* metrics) {
   }
 }
 
+const char* DTypeName(DType dtype) { return dtype == DType::kFp32 ? "fp32" : dtype == DType::kBf16 ? "bf16" : "fp8"; }
+
 // What model and sampler are made for. On a GPU both have their memory from the standing region, the model's first.
 struct DeviceOptions {
   DecoderModelOptions model;
@@ -142,6 +144,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
              !is_on_gpu                        ? "fp32"
              : IsQuantized(description.format) ? "bf16(dequantised; few rows from the codes)"
                                                : "bf16",
+             " kv_cache=", DTypeName(device_options.model.kv_dtype),
              " attention=", is_on_gpu ? "FlashInfer's prefill template" : "own(paged)");
   TANDEM_LOG(kInfo, "main", "kv_cache blocks=", num_blocks, " block_tokens=", block_tokens,
              " tokens=", std::int64_t{num_blocks} * block_tokens, " bytes=", FormatBytes(num_blocks * block_bytes));

@@ -2,16 +2,17 @@
 # The quickstart's job with binaries that are there: starts both daemons, teaches SmolLM2-135M-Instruct to add, stops them, reports. It runs
 # on the GPU where there is one, else on the CPU.
 #
-#   run.sh --bin=DIR --model=FILE --work=DIR --reports=DIR [--seed=N] [--steps=N] [--daemon_flags="..."]
+#   run.sh --bin=DIR --model=FILE --work=DIR --reports=DIR [--seed=N] [--steps=N] [--daemon_flags="..."] [--rollout_flags="..."]
 #     --bin           folder of rollout_server, trainer_server and tandem
 #     --model         the model's GGUF file or folder
 #     --work          emptied; logs, checkpoints and the adapter
 #     --reports       gets quickstart-report.json and quickstart-reward.png
 #     --daemon_flags  for both daemons, as --daemon_flags="--device=cpu" or "--weights=fp8"
+#     --rollout_flags for the rollout server alone, as --rollout_flags="--kv_cache_dtype=fp8"
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-bin= model= work= reports= seed=0 steps=15 daemon_flags=()
+bin= model= work= reports= seed=0 steps=15 daemon_flags=() rollout_flags=()
 while [ $# -gt 0 ]; do
   case $1 in
     --bin=*) bin=${1#*=} ;;
@@ -22,6 +23,7 @@ while [ $# -gt 0 ]; do
     --seed) seed=${2:?--seed needs a number}; shift ;;
     --steps=*) steps=${1#*=} ;;
     --daemon_flags=*) read -ra daemon_flags <<< "${1#*=}" ;;
+    --rollout_flags=*) read -ra rollout_flags <<< "${1#*=}" ;;
     *) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; echo "unknown argument: $1" >&2; exit 1 ;;
   esac
   shift
@@ -59,7 +61,7 @@ common=(--run_dir="$work/pool" --model="$model")
 if "$here/../has_gpu.sh"; then common+=(--pool_bytes=6GiB); fi
 common+=(${daemon_flags[@]+"${daemon_flags[@]}"})
 "$bin/rollout_server" --listen="$rollout" --metrics="127.0.0.1:${ports[2]}" --peer="$trainer" \
-  --data_dir="$work/rollout" "${common[@]}" 2> "$work/rollout_server.log" &
+  --data_dir="$work/rollout" "${common[@]}" ${rollout_flags[@]+"${rollout_flags[@]}"} 2> "$work/rollout_server.log" &
 pids+=($!)
 "$bin/trainer_server" --listen="$trainer" --metrics="127.0.0.1:${ports[3]}" --peer="$rollout" \
   --data_dir="$work/trainer" "${common[@]}" 2> "$work/trainer_server.log" &
