@@ -2,9 +2,9 @@
 //
 // Dequantize: a thread takes kPackets packets of 8 values, a block's width apart. Bytes moved a value: 2 plus the code's.
 //
-// MultiplyFew: a block takes 16 rows of the weight, its warps share out the columns in tiles of 256 and add up through shared
-// memory. A step covers 64 columns: lane (g, t) = (lane / 4, lane % 4) loads codes of columns 16 t to 16 t + 15 in rows g and
-// g + 8, and the same columns of x's row g. Four mma.m16n8k16 use 4 codes each; which column a product stands for does not
+// MultiplyFew: a block takes 16 or 32 rows of the weight, its warps share out the columns in tiles of 256 and add up through
+// shared memory. A step covers 64 columns: lane (g, t) = (lane / 4, lane % 4) loads codes of columns 16 t to 16 t + 15 in rows g
+// and g + 8, and the same columns of x's row g. Four mma.m16n8k16 use 4 codes each; which column a product stands for does not
 // matter as long as weight and x agree. Bytes read a weight: the code's; bound by memory.
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -184,9 +184,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-constexpr int kTileRows = 16;  // of the weight, for a block
+constexpr int kTileRows = 16;  // of the weight, for one mma
 constexpr int kStepColumns = 64;
-constexpr int kSteps = 4;  // whose codes are loaded before the first is used
+constexpr int kTileColumns = 256;  // of a warp at a time, whatever the rows of x: the order of sums
 constexpr int kWarps = kThreads / 32;
 constexpr int kMmaTokens = 8;
 
@@ -206,7 +206,8 @@ __device__ inline void LoadX(const __nv_bfloat16* x, int token, int num_tokens, 
   values[1] = source[1];
 }
 
-template <typename Source, typename Y, int kTokenTiles>
+// kSteps: those whose codes are loaded before the first is used.
+template <typename Source, typename Y, int kTokenTiles, int kRowTiles, int kSteps>
 __global__ void __launch_bounds__(kThreads)
     MultiplyFewKernel(Source source, const __nv_bfloat16* __restrict__ x, Y* __restrict__ y, std::uint32_t num_rows,
                       int num_tokens, bool is_added) {
@@ -215,61 +216,85 @@ __global__ void __launch_bounds__(kThreads)
   const float* const book = LoadBook<Source>(shared_book);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int g = lane / 4, t = lane % 4;
-  // Rows past the end are computed from the last one and not written.
-  const std::uint32_t first_row = blockIdx.x * kTileRows;
-  const std::uint32_t low_row = min(first_row + g, num_rows - 1), high_row = min(first_row + g + 8, num_rows - 1);
-  float sum[kTokenTiles][4] = {};
-  for (std::uint32_t begin = warp * (kSteps * kStepColumns); begin < source.columns;
-       begin += kThreads / 32 * kSteps * kStepColumns) {
-    typename Source::Run low[kSteps], high[kSteps];
-    float low_scale[kSteps], high_scale[kSteps];
+  const std::uint32_t first_row = blockIdx.x * (kRowTiles * kTileRows);
+  std::uint32_t rows[kRowTiles][2];  // past the end: the last, whose sums are not written
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const std::uint32_t column = begin + s * kStepColumns + 16 * t;
-      low[s] = high[s] = typename Source::Run{};
-      low_scale[s] = high_scale[s] = 0;
-      if (column >= source.columns) continue;
-      low[s] = source.LoadRun(low_row, column);
-      high[s] = source.LoadRun(high_row, column);
-      low_scale[s] = source.RunScale(low_row, column);
-      high_scale[s] = source.RunScale(high_row, column);
-    }
+  for (int r = 0; r < kRowTiles; ++r) {
+    rows[r][0] = min(first_row + r * kTileRows + g, num_rows - 1);
+    rows[r][1] = min(first_row + r * kTileRows + g + 8, num_rows - 1);
+  }
+  float sum[kRowTiles][kTokenTiles][4] = {};
+  for (std::uint32_t begin = warp * kTileColumns; begin < source.columns; begin += kWarps * kTileColumns) {
+    for (int first_step = 0; first_step < kTileColumns / kStepColumns; first_step += kSteps) {
+      typename Source::Run runs[kSteps][kRowTiles][2];
+      float scales[kSteps][kRowTiles][2];
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const std::uint32_t column = begin + s * kStepColumns + 16 * t;
-      uint4 values[kTokenTiles][2];
+      for (int s = 0; s < kSteps; ++s) {
+        const std::uint32_t column = begin + (first_step + s) * kStepColumns + 16 * t;
 #pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) LoadX(x, n * kMmaTokens + g, num_tokens, source.columns, column, values[n]);
+        for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const std::uint32_t a[4] = {
-            Source::RunPair(book, low[s], 2 * j, low_scale[s]), Source::RunPair(book, high[s], 2 * j, high_scale[s]),
-            Source::RunPair(book, low[s], 2 * j + 1, low_scale[s]), Source::RunPair(book, high[s], 2 * j + 1, high_scale[s])};
+          for (int half = 0; half < 2; ++half) {
+            runs[s][r][half] = typename Source::Run{};
+            scales[s][r][half] = 0;
+            if (column >= source.columns) continue;
+            runs[s][r][half] = source.LoadRun(rows[r][half], column);
+            scales[s][r][half] = source.RunScale(rows[r][half], column);
+          }
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const std::uint32_t column = begin + (first_step + s) * kStepColumns + 16 * t;
+        std::uint32_t a[kRowTiles][4][4];
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              a[r][j][i] = Source::RunPair(book, runs[s][r][i % 2], 2 * j + i / 2, scales[s][r][i % 2]);
+            }
+          }
+        }
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
-          const uint4& of_x = values[n][j / 2];
-          Mma(sum[n], a, j % 2 == 0 ? of_x.x : of_x.z, j % 2 == 0 ? of_x.y : of_x.w);
+          uint4 of_x[2];
+          LoadX(x, n * kMmaTokens + g, num_tokens, source.columns, column, of_x);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const uint4& four = of_x[j / 2];
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r) {
+              Mma(sum[r][n], a[r][j], j % 2 == 0 ? four.x : four.z, j % 2 == 0 ? four.y : four.w);
+            }
+          }
         }
       }
     }
   }
 #pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n) {
-    const int token = n * kMmaTokens + 2 * t;
-    sums[warp][token][g] = sum[n][0];
-    sums[warp][token + 1][g] = sum[n][1];
-    sums[warp][token][g + 8] = sum[n][2];
-    sums[warp][token + 1][g + 8] = sum[n][3];
-  }
-  __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < kTokenTiles * kMmaTokens * kTileRows; i += kThreads) {
-    const int token = i / kTileRows, row = i % kTileRows;
-    if (token >= num_tokens || first_row + row >= num_rows) continue;
-    float total = 0;
+  for (int r = 0; r < kRowTiles; ++r) {
+    if (r > 0) __syncthreads();
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) total += sums[w][token][row];
-    Y* const place = y + static_cast<std::size_t>(token) * num_rows + first_row + row;
-    SetElement(place, is_added ? AsFloat(*place) + total : total);
+    for (int n = 0; n < kTokenTiles; ++n) {
+      const int token = n * kMmaTokens + 2 * t;
+      sums[warp][token][g] = sum[r][n][0];
+      sums[warp][token + 1][g] = sum[r][n][1];
+      sums[warp][token][g + 8] = sum[r][n][2];
+      sums[warp][token + 1][g + 8] = sum[r][n][3];
+    }
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < kTokenTiles * kMmaTokens * kTileRows; i += kThreads) {
+      const int token = i / kTileRows;
+      const std::uint32_t row = first_row + r * kTileRows + i % kTileRows;
+      if (token >= num_tokens || row >= num_rows) continue;
+      float total = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) total += sums[w][token][i % kTileRows];
+      Y* const place = y + static_cast<std::size_t>(token) * num_rows + row;
+      SetElement(place, is_added ? AsFloat(*place) + total : total);
+    }
   }
 }
 
@@ -280,19 +305,25 @@ void LaunchDequantize(const QuantizedMatrix& matrix, void* output, cudaStream_t 
   DequantizeKernel<<<blocks, kThreads, 0, stream>>>(Source(matrix), static_cast<uint4*>(output), num_packets);
 }
 
+// The more rows x has, the more of the weight a block takes: x is read again by every block.
 template <typename Source, typename Y>
 void LaunchMultiplyFew(const MultiplyFewParams& params, cudaStream_t stream) {
-  static_assert(kFewRows == 2 * kMmaTokens);
+  static_assert(kFewRows == 8 * kMmaTokens);
   const auto num_rows = static_cast<std::uint32_t>(params.weight.rows);
-  const auto launch = [&](auto kernel) {
-    kernel<<<(num_rows + kTileRows - 1) / kTileRows, kThreads, 0, stream>>>(
+  const auto launch = [&](auto kernel, std::uint32_t row_tiles) {
+    const std::uint32_t block_rows = row_tiles * kTileRows;
+    kernel<<<(num_rows + block_rows - 1) / block_rows, kThreads, 0, stream>>>(
         Source(params.weight), static_cast<const __nv_bfloat16*>(params.x), static_cast<Y*>(params.y), num_rows,
         static_cast<int>(params.num_rows), params.is_added);
   };
   if (params.num_rows <= kMmaTokens) {
-    launch(MultiplyFewKernel<Source, Y, 1>);
+    launch(MultiplyFewKernel<Source, Y, 1, 1, 4>, 1);
+  } else if (params.num_rows <= 2 * kMmaTokens) {
+    launch(MultiplyFewKernel<Source, Y, 2, 1, 4>, 1);
+  } else if (params.num_rows <= 4 * kMmaTokens) {
+    launch(MultiplyFewKernel<Source, Y, 4, 2, 2>, 2);
   } else {
-    launch(MultiplyFewKernel<Source, Y, 2>);
+    launch(MultiplyFewKernel<Source, Y, 8, 2, 2>, 2);
   }
 }
 

@@ -34,7 +34,7 @@ absl::Status Dequantize(const QuantizedMatrix& matrix, void* output, Device devi
 
 // y = x W^T, or y + x W^T, for few rows of x: codes are read once and never written as bf16. Sums in fp32, in an order that
 // depends on the matrix's shape alone, rounded once. x is on a boundary of 16 bytes.
-inline constexpr std::int64_t kFewRows = 16;
+inline constexpr std::int64_t kFewRows = 64;
 struct MultiplyFewParams {
   QuantizedMatrix weight = {};
   const void* x = nullptr;       // bf16 [num_rows, weight.columns]

@@ -59,7 +59,7 @@ TEST_F(QuantizedMatrixGpuTest, FewRowsEqualTheReference) {
     testing::AlignedBytes host_weights(layer.bytes().size());
     std::memcpy(host_weights.data(), layer.bytes().data(), layer.bytes().size());
     for (const QuantizedLayer::Linear& linear : layer.Linears()) {
-      for (const std::int64_t num_rows : {1, 2, 7, 8, 9, 16}) {
+      for (const std::int64_t num_rows : {1, 7, 8, 9, 16, 17, 33, 64}) {
         for (const DType dtype : {DType::kBf16, DType::kFp32}) {
           for (const bool is_added : {false, true}) {
             const std::string what =
@@ -93,7 +93,7 @@ TEST_F(QuantizedMatrixGpuTest, FewRowsEqualTheReference) {
 }
 
 // A row's product does not depend on the rows beside it.
-TEST_F(QuantizedMatrixGpuTest, ARowAloneHasTheBitsOfARowAmongSixteen) {
+TEST_F(QuantizedMatrixGpuTest, ARowAloneHasTheBitsOfARowAmongMany) {
   for (const QuantizedLayer& layer : QuantizedLayer::OfManyShapes()) {
     const DeviceArray weights(layer.bytes());
     for (const QuantizedLayer::Linear& linear : layer.Linears()) {
@@ -103,20 +103,22 @@ TEST_F(QuantizedMatrixGpuTest, ARowAloneHasTheBitsOfARowAmongSixteen) {
           alone(HostArray(DType::kFp32, outputs));
       MultiplyFewParams params;
       params.weight = QuantizedMatrixAt(layer.layout(), *linear.place, static_cast<const std::byte*>(weights.data()));
-      params.x = device_x.data();
-      params.y = together.data();
       params.y_dtype = DType::kFp32;
-      params.num_rows = kFewRows;
-      if (!Fence(MultiplyFew(params, Device::kCuda, stream()), linear.name)) return;
-      const std::vector<std::byte> expected = together.Read(linear.name);
-      params.y = alone.data();
-      params.num_rows = 1;
-      for (const std::int64_t row : {0, 5, 15}) {
-        params.x = static_cast<const std::byte*>(device_x.data()) + row * inputs * 2;
+      for (const std::int64_t num_rows : {std::int64_t{16}, std::int64_t{32}, kFewRows}) {
+        params.x = device_x.data();
+        params.y = together.data();
+        params.num_rows = num_rows;
         if (!Fence(MultiplyFew(params, Device::kCuda, stream()), linear.name)) return;
-        const std::vector<std::byte> actual = alone.Read(linear.name);
-        EXPECT_EQ(std::memcmp(actual.data(), expected.data() + row * outputs * 4, actual.size()), 0)
-            << linear.name << " row " << row;
+        const std::vector<std::byte> expected = together.Read(linear.name);
+        params.y = alone.data();
+        params.num_rows = 1;
+        for (const std::int64_t row : {std::int64_t{0}, std::int64_t{5}, num_rows - 1}) {
+          params.x = static_cast<const std::byte*>(device_x.data()) + row * inputs * 2;
+          if (!Fence(MultiplyFew(params, Device::kCuda, stream()), linear.name)) return;
+          const std::vector<std::byte> actual = alone.Read(linear.name);
+          EXPECT_EQ(std::memcmp(actual.data(), expected.data() + row * outputs * 4, actual.size()), 0)
+              << linear.name << " row " << row << " of " << num_rows;
+        }
       }
     }
   }
