@@ -15,6 +15,7 @@
 #include "common/gpu/cuda_status.h"
 #include "common/gpu/stream.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/quantize/quantized_matrix.h"
 #include "kernels/rms_norm/rms_norm.h"
 #include "kernels/rope/rope.h"
 #include "kernels/swiglu/swiglu.h"
@@ -155,6 +156,44 @@ BenchCase GemmCase(Gemm* gemm, const char* layer, std::int64_t m, std::int64_t n
           }};
 }
 
+// A matrix of one part whose codes and scales are whatever lies there.
+QuantizedMatrix QuantizedAt(Cursor* cursor, StorageFormat format, std::int64_t n, std::int64_t k) {
+  const bool is_nf4 = format == StorageFormat::kNf4;
+  QuantizedMatrix matrix = {.format = format, .rows = n, .columns = k, .codes = cursor->Take(is_nf4 ? n * k / 4 : n * k / 2)};
+  const std::int64_t blocks = n * k / kNf4BlockValues;
+  matrix.scales = cursor->Take(is_nf4 ? blocks / 2 : 2 * n);
+  matrix.nested_map = reinterpret_cast<const float*>(cursor->Take(512));
+  matrix.nested_absmax = reinterpret_cast<const float*>(cursor->Take(2 * (blocks / kNf4NestedBlocks + 1)));
+  matrix.nested_offset = reinterpret_cast<const float*>(cursor->Take(8));
+  matrix.num_parts = 1;
+  matrix.parts[0] = {.row_begin = 0, .row_end = n};
+  return matrix;
+}
+
+double CodedBytes(StorageFormat format, std::int64_t n, std::int64_t k) {
+  return static_cast<double>(n * k) * (format == StorageFormat::kNf4 ? 0.5 + 1.0 / kNf4BlockValues : 1);
+}
+
+// m 0: the whole matrix to bf16; else a product with m rows.
+BenchCase QuantizedCase(StorageFormat format, const char* layer, std::int64_t m, std::int64_t n, std::int64_t k) {
+  const std::int64_t written = m == 0 ? n * k : m * (n + k);
+  return {.kernel = absl::StrCat(m == 0 ? "dequantize " : "few rows ", StorageFormatName(format)),
+          .shape = absl::StrCat(layer, " M=", m, " N=", n, " K=", k),
+          // Scales and the ends of the arrays are below an eighth of the codes.
+          .footprint_bytes = Cursor::BytesOf(n * k * 5 / 8) + Cursor::BytesOf(written + 1024),
+          .moved_bytes = CodedBytes(format, n, k) + 2.0 * static_cast<double>(written),
+          .operations = 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k),
+          .launch = [=](std::byte* memory, void* stream) {
+            Cursor cursor(memory);
+            const QuantizedMatrix matrix = QuantizedAt(&cursor, format, n, k);
+            if (m == 0) return Dequantize(matrix, cursor.Take(n * k), Device::kCuda, stream);
+            MultiplyFewParams params = {.weight = matrix, .x = cursor.Take(m * k)};
+            params.y = cursor.Take(m * n);
+            params.num_rows = m;
+            return MultiplyFew(params, Device::kCuda, stream);
+          }};
+}
+
 BenchCase RmsNormCase(std::int64_t rows, std::int64_t width, const BenchMemory& weight) {
   const std::int64_t count = rows * width;
   return {.kernel = "rms_norm",
@@ -241,6 +280,14 @@ std::vector<BenchCase> Cases(Gemm* gemm, const BenchMemory& weight, const BenchM
     cases.push_back(GemmCase(gemm, "135M down", m, 576, 1536));
   }
   cases.push_back(GemmCase(gemm, "8B qkv", 256, 6144, 4096, DType::kFp32));
+  for (const StorageFormat format : {StorageFormat::kFp8Row, StorageFormat::kNf4}) {
+    for (const std::int64_t m : {0, 1, 8, 16, 32, 64}) {
+      cases.push_back(QuantizedCase(format, "8B qkv", m, 6144, 4096));
+      cases.push_back(QuantizedCase(format, "8B out", m, 4096, 4096));
+      cases.push_back(QuantizedCase(format, "8B gate_up", m, 28672, 4096));
+      cases.push_back(QuantizedCase(format, "8B down", m, 4096, 14336));
+    }
+  }
   for (const std::int64_t rows : {8, 256, 2048, 16384}) {
     for (const std::int64_t width : {576, 4096}) {
       cases.push_back(RmsNormCase(rows, width, weight));

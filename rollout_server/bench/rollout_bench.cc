@@ -25,6 +25,8 @@
 
 ABSL_FLAG(std::string, shape, "llama-3.1-8b", "smollm2-135m, llama-3.1-8b or qwen3-8b");
 ABSL_FLAG(std::string, cases, "a,c,d", "a: 64 sequences, 256 + 1024 tokens; c: 8 of one prompt, 512 + 8192; d: 256, 256 + 512");
+ABSL_FLAG(std::string, weights, "bf16", "bf16, fp8 or nf4");
+ABSL_FLAG(std::string, kv_cache_dtype, "bf16", "bf16 or fp8");
 ABSL_FLAG(int, rank, 0, "rank of an adapter on all linear layers; 0: none");
 ABSL_FLAG(int, steps, 24, "timed steps at each context length");
 ABSL_FLAG(double, top_p, 1, "of the sampler");
@@ -43,6 +45,8 @@ struct Case {
   bool is_prompt_shared = false;
 };
 const std::array<Case, 3> kCases = {{{"a", 64, 256, 1024, false}, {"c", 8, 512, 8192, true}, {"d", 256, 256, 512, false}}};
+
+DType KvDType() { return absl::GetFlag(FLAGS_kv_cache_dtype) == "fp8" ? DType::kFp8E4m3 : DType::kBf16; }
 
 constexpr std::size_t kPatternValues = (std::size_t{1} << 22) + 64;  // no multiple of any row
 float PatternValue(std::size_t i) { return static_cast<float>((RandomUniform(1, i) * 2 - 1) * 0.03); }
@@ -157,21 +161,22 @@ absl::Status RunCase(const Bench& bench, const Case& c, const Sequences& sequenc
   const double weight_bytes =
       static_cast<double>(layout.total_bytes - (bench.config.is_embedding_tied ? 0 : layout.embedding.size_bytes));
   const double adapter_bytes = bench.adapter.has_value() ? static_cast<double>(bench.adapter->layout->num_parameters) * 2 : 0;
-  const double token_bytes = static_cast<double>(DecoderModel::BlockBytes(bench.config, 1, DType::kBf16));
+  const double token_bytes = static_cast<double>(DecoderModel::BlockBytes(bench.config, 1, KvDType()));
   const double kv_bytes = token_bytes * c.sequences * (c.prompt + c.tokens / 2.0);
   const double step_bytes = weight_bytes + adapter_bytes + kv_bytes;
   const double floor_seconds = step_bytes / bench.sweep_bytes_per_second;
   if (absl::GetFlag(FLAGS_json)) {
     std::printf(
-        "{\"bench\":\"rollout\",\"model\":\"%s\",\"case\":\"%s\",\"weights\":\"bf16\",\"kv\":\"bf16\",\"rank\":%d,\"sequences\":%"
+        "{\"bench\":\"rollout\",\"model\":\"%s\",\"case\":\"%s\",\"weights\":\"%s\",\"kv\":\"%s\",\"rank\":%d,\"sequences\":%"
         "d,"
         "\"prompt\":%d,\"tokens\":%d,\"prefill_seconds\":%.4f,\"step_ms_first\":%.4f,\"step_ms_middle\":%.4f,\"step_ms_last\":%."
         "4f,"
         "\"step_ms_mean\":%.4f,\"tokens_per_second\":%.1f,\"step_bytes\":%.0f,\"sweep_bytes_per_second\":%.4g,\"floor_ms\":%.4f,"
         "\"share_of_sweep\":%.4f}\n",
-        bench.config.name.c_str(), c.name.c_str(), absl::GetFlag(FLAGS_rank), c.sequences, c.prompt, c.tokens, prefill_seconds,
-        step_seconds[0] * 1e3, step_seconds[1] * 1e3, step_seconds[2] * 1e3, mean_seconds * 1e3, tokens_per_second, step_bytes,
-        bench.sweep_bytes_per_second, floor_seconds * 1e3, floor_seconds / mean_seconds);
+        bench.config.name.c_str(), c.name.c_str(), StorageFormatName(layout.format), absl::GetFlag(FLAGS_kv_cache_dtype).c_str(),
+        absl::GetFlag(FLAGS_rank), c.sequences, c.prompt, c.tokens, prefill_seconds, step_seconds[0] * 1e3, step_seconds[1] * 1e3,
+        step_seconds[2] * 1e3, mean_seconds * 1e3, tokens_per_second, step_bytes, bench.sweep_bytes_per_second,
+        floor_seconds * 1e3, floor_seconds / mean_seconds);
   } else {
     std::printf("%-4s %9d %6d + %-5d %8.3f s %7.2f %7.2f %7.2f ms %9.0f %8.2f GB %7.2f ms %6.1f %%\n", c.name.c_str(),
                 c.sequences, c.prompt, c.tokens, prefill_seconds, step_seconds[0] * 1e3, step_seconds[1] * 1e3,
@@ -186,7 +191,15 @@ absl::Status RunBench() {
   if (!HasCudaDevice()) return absl::FailedPreconditionError("no CUDA device");
   Bench bench;
   TANDEM_ASSIGN_OR_RETURN(bench.config, ConfigOfShape(absl::GetFlag(FLAGS_shape)));
-  bench.layout = WeightLayout::Create(bench.config, StorageFormat::kBf16);
+  const std::optional<StorageFormat> format = ParseStorageFormat(absl::GetFlag(FLAGS_weights));
+  if (!format.has_value() || format == StorageFormat::kFp32) {
+    return absl::InvalidArgumentError(absl::StrCat("--weights=", absl::GetFlag(FLAGS_weights), ": bf16, fp8 or nf4"));
+  }
+  const std::string kv_name = absl::GetFlag(FLAGS_kv_cache_dtype);
+  if (kv_name != "bf16" && kv_name != "fp8") {
+    return absl::InvalidArgumentError(absl::StrCat("--kv_cache_dtype=", kv_name, ": bf16 or fp8"));
+  }
+  bench.layout = WeightLayout::Create(bench.config, *format);
   const std::string wanted = absl::GetFlag(FLAGS_cases);
   int num_blocks = 1;
   for (const Case& c : kCases) {
@@ -194,13 +207,19 @@ absl::Status RunBench() {
   }
   std::vector<std::uint16_t> pattern(kPatternValues);
   for (std::size_t i = 0; i < pattern.size(); ++i) pattern[i] = FloatToBf16(PatternValue(i));
+  if (IsQuantized(*format)) {  // numbers as bf16, as pairs that are an fp32, and as bytes that are E4M3
+    for (std::size_t i = 0; i < pattern.size(); ++i) {
+      if (i % 2 == 1) pattern[i] = pattern[i - 1];
+      if ((pattern[i] & 0x7f) == 0x7f) pattern[i] ^= 1;
+    }
+  }
   TANDEM_ASSIGN_OR_RETURN(const auto weights, BenchMemory::Create(Device::kCuda, bench.layout.total_bytes));
   TANDEM_RETURN_IF_ERROR(weights->Fill(pattern.data(), pattern.size() * sizeof(pattern[0])));
 
   DecoderModelOptions options;
   options.device = Device::kCuda;
   options.weight_format = bench.layout.format;
-  options.kv_dtype = DType::kBf16;
+  options.kv_dtype = KvDType();
   options.block_tokens = kBlockTokens;
   options.num_blocks = num_blocks;
   options.max_batch_tokens = kMaxBatchTokens;
@@ -210,9 +229,8 @@ absl::Status RunBench() {
                           BenchMemory::Create(Device::kCuda, DecoderModel::WorkspaceBytes(bench.config, options)));
   options.workspace = workspace->span();
   TANDEM_ASSIGN_OR_RETURN(
-      const auto cache,
-      BenchMemory::Create(Device::kCuda, static_cast<std::uint64_t>(num_blocks) *
-                                             DecoderModel::BlockBytes(bench.config, kBlockTokens, DType::kBf16)));
+      const auto cache, BenchMemory::Create(Device::kCuda, static_cast<std::uint64_t>(num_blocks) *
+                                                               DecoderModel::BlockBytes(bench.config, kBlockTokens, KvDType())));
   TANDEM_ASSIGN_OR_RETURN(const auto model,
                           DecoderModel::Create(bench.config, bench.layout, weights->span().data(), cache->span(), options));
   bench.model = model.get();
@@ -239,9 +257,10 @@ absl::Status RunBench() {
   const std::uint64_t sweep_bytes = std::min<std::uint64_t>(weights->span().size(), 8 * kGiB) / 16 * 16;
   TANDEM_ASSIGN_OR_RETURN(bench.sweep_bytes_per_second, MeasureReadSweep(weights->span().first(sweep_bytes)));
   if (!absl::GetFlag(FLAGS_json)) {
-    std::printf("%s, bf16, adapter rank %d, %s, read sweep %.2f TB/s over %s, workspace %s\n", bench.config.name.c_str(),
-                absl::GetFlag(FLAGS_rank), DeviceName(Device::kCuda).c_str(), bench.sweep_bytes_per_second * 1e-12,
-                FormatBytes(sweep_bytes).c_str(), FormatBytes(workspace->span().size()).c_str());
+    std::printf("%s, weights %s, KV cache %s, adapter rank %d, %s, read sweep %.2f TB/s over %s, workspace %s\n",
+                bench.config.name.c_str(), StorageFormatName(*format), kv_name.c_str(), absl::GetFlag(FLAGS_rank),
+                DeviceName(Device::kCuda).c_str(), bench.sweep_bytes_per_second * 1e-12, FormatBytes(sweep_bytes).c_str(),
+                FormatBytes(workspace->span().size()).c_str());
     std::printf("case sequences prompt+tokens  prefill   step first middle  last   tokens/s     read    floor    of sweep\n");
   }
   for (const Case& c : kCases) {
