@@ -85,17 +85,22 @@ absl::Status RopeAndCache(const RopeAndCacheParams& params, Device device, void*
   return absl::OkStatus();
 }
 
-absl::Status RoundBlock(const RoundBlockParams& params, Device device, void* stream) {
-  if (params.num_rows < 0 || params.num_columns < 0 || params.output_row_stride < params.num_columns) {
+absl::Status RoundBlocks(std::span<const RoundBlockParams> blocks, Device device, void* stream) {
+  for (const RoundBlockParams& block : blocks) {
+    if (block.num_rows >= 0 && block.num_columns >= 0 && block.output_row_stride >= block.num_columns &&
+        (block.num_columns == 0 || block.num_rows <= INT32_MAX / block.num_columns)) {
+      continue;
+    }
     return absl::InvalidArgumentError(
-        absl::StrCat("rounding [", params.num_rows, ", ", params.num_columns, "] into rows of ", params.output_row_stride));
+        absl::StrCat("rounding [", block.num_rows, ", ", block.num_columns, "] into rows of ", block.output_row_stride));
   }
-  if (params.num_rows == 0 || params.num_columns == 0) return absl::OkStatus();
-  if (device == Device::kCuda) return internal::RoundBlockCuda(params, stream);
-  for (std::int64_t row = 0; row < params.num_rows; ++row) {
-    for (std::int64_t i = 0; i < params.num_columns; ++i) {
-      static_cast<Bf16*>(params.output)[row * params.output_row_stride + i] =
-          FromFloat<Bf16>(params.input[row * params.num_columns + i]);
+  if (device == Device::kCuda) return internal::RoundBlocksCuda(blocks, stream);
+  for (const RoundBlockParams& block : blocks) {
+    for (std::int64_t row = 0; row < block.num_rows; ++row) {
+      for (std::int64_t i = 0; i < block.num_columns; ++i) {
+        static_cast<Bf16*>(block.output)[row * block.output_row_stride + i] =
+            FromFloat<Bf16>(block.input[row * block.num_columns + i]);
+      }
     }
   }
   return absl::OkStatus();

@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "common/gpu/cuda_status.h"
 #include "kernels/base/device_elements.cuh"
 #include "kernels/kv_cache/kv_cache.h"
@@ -83,15 +85,19 @@ __global__ void RopeAndCacheKernel(RopeAndCacheParams p) {
   }
 }
 
-// Grid: (column blocks, rows).
-__global__ void RoundBlockKernel(RoundBlockParams p) {
-  for (std::int64_t row = blockIdx.y; row < p.num_rows; row += gridDim.y) {
-    const float* from = p.input + row * p.num_columns;
-    auto* to = static_cast<__nv_bfloat16*>(p.output) + row * p.output_row_stride;
-    for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < p.num_columns;
-         i += static_cast<std::int64_t>(gridDim.x) * blockDim.x) {
-      to[i] = __float2bfloat16_rn(from[i]);
-    }
+struct RoundedBlocks {
+  static constexpr std::size_t kMaxCount = 64;
+  RoundBlockParams blocks[kMaxCount];
+};
+static_assert(sizeof(RoundedBlocks) <= 4096, "kernel arguments");
+
+// Grid: (parts of a block, blocks).
+__global__ void RoundBlocksKernel(RoundedBlocks rounded) {
+  const RoundBlockParams& p = rounded.blocks[blockIdx.y];
+  auto* const output = static_cast<__nv_bfloat16*>(p.output);
+  const auto columns = static_cast<std::uint32_t>(p.num_columns), count = static_cast<std::uint32_t>(p.num_rows) * columns;
+  for (std::uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+    output[i / columns * p.output_row_stride + i % columns] = __float2bfloat16_rn(p.input[i]);
   }
 }
 
@@ -119,12 +125,24 @@ absl::Status RopeAndCacheCuda(const RopeAndCacheParams& params, void* stream) {
   return CudaToStatus(cudaGetLastError(), "rope and cache launch");
 }
 
-absl::Status RoundBlockCuda(const RoundBlockParams& params, void* stream) {
-  const std::int64_t columns = (params.num_columns + kThreads - 1) / kThreads;
-  const dim3 grid(static_cast<unsigned>(columns < 64 ? columns : 64),
-                  static_cast<unsigned>(params.num_rows < 32768 ? params.num_rows : 32768));
-  RoundBlockKernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
-  return CudaToStatus(cudaGetLastError(), "rounding a block");
+absl::Status RoundBlocksCuda(std::span<const RoundBlockParams> blocks, void* stream) {
+  constexpr std::int64_t kPerThread = 4, kMaxParts = 64;
+  while (!blocks.empty()) {
+    const std::size_t count = std::min(blocks.size(), RoundedBlocks::kMaxCount);
+    RoundedBlocks rounded;
+    std::int64_t largest = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      rounded.blocks[i] = blocks[i];
+      largest = std::max(largest, blocks[i].num_rows * blocks[i].num_columns);
+    }
+    blocks = blocks.subspan(count);
+    if (largest == 0) continue;
+    const std::int64_t parts = std::min(kMaxParts, (largest + kPerThread * kThreads - 1) / (kPerThread * kThreads));
+    const dim3 grid(static_cast<unsigned>(parts), static_cast<unsigned>(count));
+    RoundBlocksKernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(rounded);
+    TANDEM_RETURN_IF_ERROR(CudaToStatus(cudaGetLastError(), "rounding blocks"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace tandem::internal

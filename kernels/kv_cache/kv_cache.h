@@ -61,12 +61,13 @@ struct RoundBlockParams {
   std::int64_t num_columns = 0;
   std::int64_t output_row_stride = 0;  // in elements
 };
-absl::Status RoundBlock(const RoundBlockParams& params, Device device, void* stream);
+// Any number of them, 64 a launch. Fewer than 2^31 elements each. Errors: INVALID_ARGUMENT (shape), INTERNAL (launch).
+absl::Status RoundBlocks(std::span<const RoundBlockParams> blocks, Device device, void* stream);
 
 namespace internal {
 absl::Status FillRopeTableCuda(const RopeTableParams& params, void* stream);
 absl::Status RopeAndCacheCuda(const RopeAndCacheParams& params, void* stream);
-absl::Status RoundBlockCuda(const RoundBlockParams& params, void* stream);
+absl::Status RoundBlocksCuda(std::span<const RoundBlockParams> blocks, void* stream);
 }  // namespace internal
 
 }  // namespace tandem

@@ -5,6 +5,6 @@ namespace tandem::internal {
 
 absl::Status FillRopeTableCuda(const RopeTableParams&, void*) { return BuiltWithoutCuda("rope table"); }
 absl::Status RopeAndCacheCuda(const RopeAndCacheParams&, void*) { return BuiltWithoutCuda("rope and cache"); }
-absl::Status RoundBlockCuda(const RoundBlockParams&, void*) { return BuiltWithoutCuda("rounding a block"); }
+absl::Status RoundBlocksCuda(std::span<const RoundBlockParams>, void*) { return BuiltWithoutCuda("rounding blocks"); }
 
 }  // namespace tandem::internal

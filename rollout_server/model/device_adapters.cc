@@ -133,6 +133,7 @@ absl::Status DeviceAdapters::Convert(const AdapterView& view, void* stream, Entr
   std::byte* next = memory_ + static_cast<std::uint64_t>(entry - entries_.data()) * entry_bytes;
   TANDEM_RETURN_IF_ERROR(
       CudaToStatus(cudaMemsetAsync(next, 0, entry_bytes, static_cast<cudaStream_t>(stream)), "clearing an adapter"));
+  std::vector<RoundBlockParams> blocks;
   for (int layer = 0; layer < config_.num_layers; ++layer) {
     for (int g = 0; g < kNumLinearGroups; ++g) {
       const auto group = static_cast<LinearGroup>(g);
@@ -154,24 +155,23 @@ absl::Status DeviceAdapters::Convert(const AdapterView& view, void* stream, Entr
         if (target != layout.targets.end() && *target == kind) {
           const AdapterPlace& place = layout.places[static_cast<std::size_t>(layer) * layout.targets.size() +
                                                     static_cast<std::size_t>(target - layout.targets.begin())];
-          TANDEM_RETURN_IF_ERROR(RoundBlock({.input = reinterpret_cast<const float*>(view.slot + place.a_begin_bytes),
-                                             .output = pair.a + column * shape.inputs * kBf16Bytes,
-                                             .num_rows = layout.rank,
-                                             .num_columns = shape.inputs,
-                                             .output_row_stride = shape.inputs},
-                                            Device::kCuda, stream));
-          TANDEM_RETURN_IF_ERROR(RoundBlock({.input = reinterpret_cast<const float*>(view.slot + place.b_begin_bytes),
-                                             .output = pair.b + (output * pair.width + column) * kBf16Bytes,
-                                             .num_rows = outputs,
-                                             .num_columns = layout.rank,
-                                             .output_row_stride = pair.width},
-                                            Device::kCuda, stream));
+          blocks.push_back({.input = reinterpret_cast<const float*>(view.slot + place.a_begin_bytes),
+                            .output = pair.a + column * shape.inputs * kBf16Bytes,
+                            .num_rows = layout.rank,
+                            .num_columns = shape.inputs,
+                            .output_row_stride = shape.inputs});
+          blocks.push_back({.input = reinterpret_cast<const float*>(view.slot + place.b_begin_bytes),
+                            .output = pair.b + (output * pair.width + column) * kBf16Bytes,
+                            .num_rows = outputs,
+                            .num_columns = layout.rank,
+                            .output_row_stride = pair.width});
           column += layout.rank;
         }
         output += outputs;
       }
     }
   }
+  TANDEM_RETURN_IF_ERROR(RoundBlocks(blocks, Device::kCuda, stream));
   entry->slot = view.slot;
   entry->activation_id = view.activation_id;
   return absl::OkStatus();

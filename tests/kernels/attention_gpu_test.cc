@@ -252,20 +252,27 @@ TEST_F(KvCacheGpuTest, RotatesAndCachesAsTheReferenceDoes) {
   }
 }
 
-TEST_F(KvCacheGpuTest, RoundsABlockOfAWiderMatrix) {
-  constexpr std::int64_t kRows = 70, kColumns = 300, kStride = 333;
+// More blocks than one launch takes, of different sizes, one of them empty.
+TEST_F(KvCacheGpuTest, RoundsBlocksOfAWiderMatrix) {
+  constexpr std::int64_t kBlocks = 70, kColumns = 300, kStride = 333;
+  constexpr std::int64_t kRows = kBlocks * (kBlocks - 1) / 2;
   const HostArray input = HostArray::Random(DType::kFp32, kRows * kColumns, 6);
   HostArray output = HostArray::Random(DType::kBf16, kRows * kStride, 7);
   const DeviceArray device_input(input), device_output(output);
-  RoundBlockParams params = {.input = static_cast<const float*>(device_input.data()),
-                             .output = device_output.data(),
-                             .num_rows = kRows,
-                             .num_columns = kColumns,
-                             .output_row_stride = kStride};
-  ASSERT_TRUE(Fence(RoundBlock(params, Device::kCuda, stream()), "rounding"));
-  params.input = static_cast<const float*>(input.data());
-  params.output = output.data();
-  ASSERT_EQ(RoundBlock(params, Device::kCpu, nullptr), absl::OkStatus());
+  const auto blocks_of = [&](const void* from, void* to) {
+    std::vector<RoundBlockParams> blocks;
+    std::int64_t row = 0;
+    for (std::int64_t i = 0; i < kBlocks; row += i++) {
+      blocks.push_back({.input = static_cast<const float*>(from) + row * kColumns,
+                        .output = static_cast<std::byte*>(to) + row * kStride * 2,
+                        .num_rows = i,
+                        .num_columns = kColumns,
+                        .output_row_stride = kStride});
+    }
+    return blocks;
+  };
+  ASSERT_TRUE(Fence(RoundBlocks(blocks_of(device_input.data(), device_output.data()), Device::kCuda, stream()), "rounding"));
+  ASSERT_EQ(RoundBlocks(blocks_of(input.data(), output.data()), Device::kCpu, nullptr), absl::OkStatus());
   EXPECT_EQ(device_output.Read("rounding"), output.bytes());
 }
 
