@@ -41,8 +41,8 @@ ModelConfig SmolLm2Shape() {
   return config;
 }
 
-// Numbers that bf16 can hold, in fp32 and in bf16: uniform with variance 1 / inputs, so that a layer gives what it gets; the
-// head, tied to the embedding, with a standard deviation of 3 over its logits; norms about 1.
+// Numbers that bf16 can hold, in fp32 and in bf16: uniform with variance 1 / inputs, so that a layer gives what it gets and
+// logits have a standard deviation of 1; norms about 1.
 struct Weights {
   ModelConfig config;
   WeightLayout bf16, fp32;
@@ -56,8 +56,8 @@ struct Weights {
         fp32_bytes(fp32.total_bytes) {
     const std::vector<const TensorPlace*> narrow = bf16.Tensors(), wide = fp32.Tensors();
     for (std::size_t t = 0; t < wide.size(); ++t) {
-      const bool is_norm = wide[t]->shape.size() == 1, is_head = wide[t]->begin_bytes == fp32.head.begin_bytes;
-      const double amplitude = is_norm ? 0.3 : (is_head ? 3 : 1) * std::sqrt(3 / static_cast<double>(wide[t]->shape[1]));
+      const bool is_norm = wide[t]->shape.size() == 1;
+      const double amplitude = is_norm ? 0.3 : std::sqrt(3 / static_cast<double>(wide[t]->shape[1]));
       std::vector<float> values(wide[t]->size_bytes / sizeof(float));
       std::vector<std::uint16_t> rounded(values.size());
       testing::FillRandom(values, DeriveSeed(5, t), amplitude);
@@ -193,7 +193,10 @@ Gap Compare(const std::vector<double>& a, const std::vector<double>& b, const ch
   return gap;
 }
 
-// The ratio of the two probabilities is what truncated importance sampling corrects; 0.01 nat is 1 %.
+// The ratio of the two probabilities is what truncated importance sampling corrects; 0.01 nat is 1 %. A gap grows with the spread
+// of the logits: three times the standard deviation, three times the gap. On the CPU, this model with bf16 roundings where
+// kernels/README.md says gives 0.0064 in the mean and 0.021 at most; with every operation's result rounded, the residual stream's
+// too, 0.014 and 0.044. At whatever spread, two sides that round alike are not further from each other than from fp32.
 TEST(AgreementGpuTest, RolloutAndTrainerGiveTheSameLogProbs) {
   if (!HasCudaDevice()) GTEST_SKIP() << "no CUDA device";
   const Weights weights(SmolLm2Shape());
@@ -209,11 +212,12 @@ TEST(AgreementGpuTest, RolloutAndTrainerGiveTheSameLogProbs) {
   Trainer trainer;
   const std::vector<double> scores = trainer.Score(weights, StorageFormat::kBf16, slot, adapter, batch),
                             exact = trainer.Score(weights, StorageFormat::kFp32, slot, adapter, batch);
-  Compare(drawn.logprobs, exact, "rollout in bf16 against fp32");
-  Compare(scores, exact, "trainer in bf16 against fp32");
+  const Gap rollout_error = Compare(drawn.logprobs, exact, "rollout in bf16 against fp32"),
+            trainer_error = Compare(scores, exact, "trainer in bf16 against fp32");
   const Gap gap = Compare(drawn.logprobs, scores, "rollout against trainer");
   EXPECT_LE(gap.mean, 0.01);
-  EXPECT_LE(gap.largest, 0.1);
+  EXPECT_LE(gap.largest, 0.06);
+  EXPECT_LE(gap.mean, 1.1 * std::max(rollout_error.mean, trainer_error.mean));
 }
 
 }  // namespace

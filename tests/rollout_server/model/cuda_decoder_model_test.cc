@@ -185,8 +185,10 @@ Ids RandomIds(std::uint64_t seed, std::size_t count) {
   return ids;
 }
 
-// Activations are rounded to bf16, 2^-9 relative each, some 20 times on the way through two layers, and the random weights
-// amplify the error of single rows: as bounds for the worst row four times those for the mean are taken.
+// The yardstick is the same model on the CPU with every operation's result rounded to bf16, as PyTorch does. Over 1,200 rows
+// without an adapter its largest error of a row, over the row's largest logit, is 0.017 in the mean and 0.040 at worst, its
+// cosine 0.99985 and 0.9991. With our roundings (kernels/README.md) it's 0.0135, 0.035, 0.9999 and 0.9994. Bounds: one and a half
+// times the yardstick, twice for the cosines, which an adapter lowers. A mean counts where it is of many rows.
 void ExpectAgree(const std::vector<Row>& gpu, const std::vector<Row>& cpu, const std::string& what) {
   ASSERT_EQ(gpu.size(), cpu.size()) << what;
   double worst_cosine = 1, worst_error = 0, sum_cosines = 0, sum_errors = 0;
@@ -204,10 +206,13 @@ void ExpectAgree(const std::vector<Row>& gpu, const std::vector<Row>& cpu, const
     if (!(error / largest <= worst_error)) worst_error = error / largest;
   }
   const auto num_rows = static_cast<double>(cpu.size());
-  EXPECT_GE(sum_cosines / num_rows, 0.999) << what << ", mean of " << cpu.size() << " rows";
-  EXPECT_GE(worst_cosine, 0.996) << what;
-  EXPECT_LE(sum_errors / num_rows, 0.035) << what << ", mean over rows of the largest error over the largest logit";
-  EXPECT_LE(worst_error, 0.1) << what << ", largest error over the largest logit of the row";
+  constexpr std::size_t kManyRows = 30;
+  if (cpu.size() >= kManyRows) {
+    EXPECT_GE(sum_cosines / num_rows, 0.9997) << what << ", mean of " << cpu.size() << " rows";
+    EXPECT_LE(sum_errors / num_rows, 0.025) << what << ", mean over rows of the largest error over the largest logit";
+  }
+  EXPECT_GE(worst_cosine, 0.998) << what;
+  EXPECT_LE(worst_error, 0.06) << what << ", largest error over the largest logit of the row";
 }
 
 class CudaDecoderModelTest : public ::testing::Test {
