@@ -43,6 +43,46 @@ class Times {
   std::vector<double> milliseconds_;
 };
 
+using GenerateStream = grpc::ClientReaderWriter<v1::GenerateRequest, v1::GenerateResponse>;
+std::unique_ptr<GenerateStream> Ask(v1::RolloutService::Stub* stub, grpc::ClientContext* context, const std::string& job,
+                                    std::uint32_t max_tokens) {
+  auto stream = stub->Generate(context);
+  v1::GenerateRequest request;
+  request.mutable_header()->set_job(job);
+  request.mutable_header()->set_mode(v1::SCHEDULE_MODE_SHARED);
+  request.mutable_header()->set_num_groups(1);
+  stream->Write(request);
+  request.mutable_group()->set_group_size(kSequences);
+  v1::SamplingParams* const sampling = request.mutable_group()->mutable_sampling();
+  sampling->set_temperature(1);
+  sampling->set_max_tokens(max_tokens);
+  sampling->set_ignore_end_tokens(true);
+  stream->Write(request);
+  for (std::uint32_t i = 0; i < kPromptTokens; ++i) request.mutable_prompt()->mutable_token_ids()->add_ids(10 + i);
+  stream->Write(request);
+  request.mutable_run();
+  stream->Write(request);
+  stream->WritesDone();
+  return stream;
+}
+
+// A request of one token each, drawn under `version` (0: any). When the first was here.
+absl::StatusOr<absl::Time> AskForOneToken(v1::RolloutService::Stub* stub, const std::string& job, std::uint64_t version) {
+  const auto context = ContextFor(absl::Seconds(60));
+  const auto stream = Ask(stub, context.get(), job, 1);
+  absl::Time first = absl::InfiniteFuture();
+  v1::GenerateResponse response;
+  while (stream->Read(&response)) {
+    if (!response.has_tokens()) continue;
+    first = std::min(first, absl::Now());
+    const auto& spans = response.tokens().version_spans();
+    if (version != 0 && (spans.empty() || spans[0].weight_version() != version))
+      return absl::InternalError(absl::StrCat("a token that is not of version ", version));
+  }
+  TANDEM_RETURN_IF_ERROR(FromGrpc(stream->Finish()));
+  return first;
+}
+
 // Sequences that stream one batch after another; tells when the last token came and of which version.
 class Stream {
  public:
@@ -70,23 +110,7 @@ class Stream {
   void Run() {
     while (!is_stopping_) {
       auto context = ContextFor(absl::Minutes(5));
-      auto stream = stub_->Generate(context.get());
-      v1::GenerateRequest request;
-      request.mutable_header()->set_job(job_);
-      request.mutable_header()->set_mode(v1::SCHEDULE_MODE_SHARED);
-      request.mutable_header()->set_num_groups(1);
-      stream->Write(request);
-      request.mutable_group()->set_group_size(kSequences);
-      v1::SamplingParams* const sampling = request.mutable_group()->mutable_sampling();
-      sampling->set_temperature(1);
-      sampling->set_max_tokens(kMaxTokens);
-      sampling->set_ignore_end_tokens(true);
-      stream->Write(request);
-      for (std::uint32_t i = 0; i < kPromptTokens; ++i) request.mutable_prompt()->mutable_token_ids()->add_ids(10 + i);
-      stream->Write(request);
-      request.mutable_run();
-      stream->Write(request);
-      stream->WritesDone();
+      const auto stream = Ask(stub_.get(), context.get(), job_, kMaxTokens);
       v1::GenerateResponse response;
       absl::Time before = absl::InfiniteFuture();
       while (stream->Read(&response)) {
@@ -118,6 +142,13 @@ class Stream {
   std::thread thread_;
 };
 
+absl::StatusOr<nlohmann::json> MeasureSteps(const DaemonPair& pair, const std::string& job) {
+  Stream stream(&pair, job);
+  const absl::Time end = absl::Now() + absl::Seconds(5);
+  while (absl::Now() < end) TANDEM_RETURN_IF_ERROR(stream.Await(absl::Now()).status());
+  return stream.gaps().Json();
+}
+
 // There and back, with nothing to do, as a job switches when all its completions have ended, or while sequences stream: then the
 // acquisition waits for the step under way. The release is answered when the engine goes on: its next step begins.
 absl::Status MeasureSwitches(const DaemonPair& pair, PoolMember* pool, bool is_streaming, nlohmann::json* result) {
@@ -146,8 +177,7 @@ absl::Status MeasureSwitches(const DaemonPair& pair, PoolMember* pool, bool is_s
   }
   *result = {{"acquire_while_streaming", acquire.Json()},
              {"release_while_streaming", release.Json()},
-             {"release_to_first_token", first_token.Json()},
-             {"decode_step", stream->gaps().Json()}};
+             {"release_to_first_token", first_token.Json()}};
   return absl::OkStatus();
 }
 
@@ -185,23 +215,43 @@ absl::Status MeasurePublishes(const DaemonPair& pair, PoolMember* pool, nlohmann
   };
   std::uint64_t version = 0;
   TANDEM_RETURN_IF_ERROR(publish(++version));
-  Stream stream(&pair, kJob);
-  Times call, first_token;
+  // As a job publishes: between two batches. What a request takes without a publication before it is told beside.
+  Times request, call, first_token;
   for (int i = -kWarmUps; i < kRounds; ++i) {
-    TANDEM_RETURN_IF_ERROR(stream.Await(absl::Now()).status());
-    absl::SleepFor(absl::Milliseconds(7));  // not in step with the engine
+    const absl::Time asked = absl::Now();
+    TANDEM_ASSIGN_OR_RETURN(const absl::Time answered, AskForOneToken(stub.get(), kJob, version));
     const absl::Time begin = absl::Now();
     TANDEM_RETURN_IF_ERROR(publish(++version));
     const absl::Time published = absl::Now();
-    TANDEM_ASSIGN_OR_RETURN(const absl::Time token, stream.Await(begin, version));
+    TANDEM_ASSIGN_OR_RETURN(const absl::Time token, AskForOneToken(stub.get(), kJob, version));
     if (i < 0) continue;
+    request.Add(answered - asked);
     call.Add(published - begin);
     first_token.Add(token - begin);
   }
+  // Beside sequences that stream: activated after the step under way.
+  Times streaming_call, streaming_token;
+  {
+    Stream stream(&pair, kJob);
+    for (int i = -kWarmUps; i < kRounds; ++i) {
+      TANDEM_RETURN_IF_ERROR(stream.Await(absl::Now()).status());
+      absl::SleepFor(absl::Milliseconds(7));  // not in step with the engine
+      const absl::Time begin = absl::Now();
+      TANDEM_RETURN_IF_ERROR(publish(++version));
+      const absl::Time published = absl::Now();
+      TANDEM_ASSIGN_OR_RETURN(const absl::Time token, stream.Await(begin, version));
+      if (i < 0) continue;
+      streaming_call.Add(published - begin);
+      streaming_token.Add(token - begin);
+    }
+  }
+  TANDEM_ASSIGN_OR_RETURN((*result)["decode_step_with_lora"], MeasureSteps(pair, kJob));
   (*result)["adapter_bytes"] = layout.total_bytes;
+  (*result)["request_to_first_token"] = request.Json();
   (*result)["publish"] = call.Json();
   (*result)["publish_to_first_token"] = first_token.Json();
-  (*result)["decode_step_with_lora"] = stream.gaps().Json();
+  (*result)["publish_while_streaming"] = streaming_call.Json();
+  (*result)["publish_to_first_token_while_streaming"] = streaming_token.Json();
   return absl::OkStatus();
 }
 
@@ -219,6 +269,7 @@ absl::Status Measure(const std::vector<std::string>& flags, const std::string& d
   const v1::PoolManifest manifest = pool->manifest();
   (*result)["device"] = DeviceName(TestDevice());
   (*result)["pool_bytes"] = manifest.num_chunks() * manifest.chunk_bytes();
+  TANDEM_ASSIGN_OR_RETURN((*result)["decode_step"], MeasureSteps(pair, ""));
   absl::Status status;
   for (const bool is_streaming : {false, true}) {
     nlohmann::json part;
@@ -255,10 +306,10 @@ int Main(int argc, char** argv) {
   }
   for (const auto& [name, value] : result.items()) {
     if (!value.is_object()) {
-      std::printf("%-24s %s\n", name.c_str(), value.dump().c_str());
+      std::printf("%-40s %s\n", name.c_str(), value.dump().c_str());
       continue;
     }
-    std::printf("%-24s median %8.3f ms, p99 %8.3f ms, slowest %8.3f ms\n", name.c_str(), value["median_ms"].get<double>(),
+    std::printf("%-40s median %8.3f ms, p99 %8.3f ms, slowest %8.3f ms\n", name.c_str(), value["median_ms"].get<double>(),
                 value["p99_ms"].get<double>(), value["max_ms"].get<double>());
   }
   return 0;
