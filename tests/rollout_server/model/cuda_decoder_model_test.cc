@@ -285,10 +285,11 @@ TEST_F(CudaDecoderModelTest, WeightsInCodesAgreeWithTheCpuOnTheirValues) {
   }
 }
 
+// Without norms of queries and keys the random model's scores are large, and so is what the codes' rounding does to them.
 TEST_F(CudaDecoderModelTest, AnFp8CacheFollowsTheOneInBf16) {
-  for (const int head_dim : {64, 128}) {
+  for (const auto& [head_dim, has_norm] : {std::pair(64, false), {64, true}, {128, false}, {128, true}}) {
     ModelConfig config = GpuConfig(head_dim);
-    config.has_qkv_bias = config.has_qk_norm = head_dim == 128;
+    config.has_qkv_bias = config.has_qk_norm = has_norm;
     const Weights weights(config);
     const GpuModel wide(weights), narrow(weights, DType::kFp8E4m3);
     Feeder feeder;
@@ -312,9 +313,9 @@ TEST_F(CudaDecoderModelTest, AnFp8CacheFollowsTheOneInBf16) {
     step({{0, RandomIds(1, 61)}, {1, RandomIds(2, 40)}}, true);
     step({{0, {5}}, {1, RandomIds(4, 9)}, {2, RandomIds(5, 200)}}, true);
     for (std::uint32_t t = 0; t < 8; ++t) step({{0, {t}}, {1, {t + 1}}, {2, {t + 2}}}, false);
-    std::printf("head_dim %d: logits off by %.4f of their length in the mean, %.4f at worst, of %zu rows\n", head_dim,
-                sum_errors / static_cast<double>(num_rows), worst, num_rows);
-    EXPECT_LE(sum_errors / static_cast<double>(num_rows), 0.06);
+    std::printf("head_dim %d%s: logits off by %.4f of their length in the mean, %.4f at worst, of %zu rows\n", head_dim,
+                has_norm ? " with norms" : "", sum_errors / static_cast<double>(num_rows), worst, num_rows);
+    EXPECT_LE(sum_errors / static_cast<double>(num_rows), has_norm ? 0.03 : 0.2);
     EXPECT_GT(worst, 1e-4) << "bits of a cache in bf16";
   }
 }
