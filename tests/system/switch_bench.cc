@@ -23,7 +23,7 @@
 namespace tandem {
 namespace {
 
-constexpr int kRounds = 200, kWarmUps = 20;
+constexpr int kRounds = 100, kWarmUps = 10;
 constexpr std::uint32_t kSequences = 8, kPromptTokens = 16, kMaxTokens = 200;
 constexpr int kRank = 16;
 constexpr const char* kJob = "bench";
@@ -144,7 +144,7 @@ class Stream {
 
 absl::StatusOr<nlohmann::json> MeasureSteps(const DaemonPair& pair, const std::string& job) {
   Stream stream(&pair, job);
-  const absl::Time end = absl::Now() + absl::Seconds(5);
+  const absl::Time end = absl::Now() + absl::Seconds(2);
   while (absl::Now() < end) TANDEM_RETURN_IF_ERROR(stream.Await(absl::Now()).status());
   return stream.gaps().Json();
 }
