@@ -11,28 +11,16 @@ namespace {
 constexpr float kFp8Max = 448;
 
 absl::Status Check(const char* kernel, const Fp8KvParams& p) {
-  if (p.num_rows < 0 || p.num_kv_heads < 1 || p.head_dim < 8 || p.head_dim > 256 || p.head_dim % 8 != 0 || p.page_tokens < 1 ||
+  if (p.num_rows < 0 || p.num_kv_heads < 1 || p.head_dim < 8 || p.head_dim % 8 != 0 || p.page_tokens < 1 ||
       p.page_stride % 8 != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        kernel, ": ", p.num_rows, " rows, ", p.num_kv_heads, " KV heads of ", p.head_dim, ", pages of ", p.page_tokens,
-        " tokens, ", p.page_stride, " bytes apart; head size and distance are multiples of 8, the size at most 256"));
+    return absl::InvalidArgumentError(absl::StrCat(kernel, ": ", p.num_rows, " rows, ", p.num_kv_heads, " KV heads of ",
+                                                   p.head_dim, ", pages of ", p.page_tokens, " tokens, ", p.page_stride,
+                                                   " bytes apart; head size and distance are multiples of 8"));
   }
   return absl::OkStatus();
 }
 
-float KeyMean(const Fp8KvParams& p, int channel) {
-  double sum = 0;
-  std::int64_t count = 0;
-  for (std::int64_t row = 0; row < p.num_rows; ++row) {
-    if (p.slots[row] < 0) continue;
-    sum += static_cast<double>(ToFloat(static_cast<const Bf16*>(p.keys)[row * p.num_kv_heads * p.head_dim + channel]));
-    ++count;
-  }
-  return count == 0 ? 0 : static_cast<float>(sum / static_cast<double>(count));
-}
-
 void MeasureReference(const Fp8KvParams& p) {
-  for (int channel = 0; channel < p.num_kv_heads * p.head_dim; ++channel) p.key_means[channel] = KeyMean(p, channel);
   for (int half = 0; half < 2; ++half) {
     const auto* x = static_cast<const Bf16*>(half == 0 ? p.keys : p.values);
     for (int head = 0; head < p.num_kv_heads; ++head) {
@@ -58,8 +46,7 @@ void StoreReference(const Fp8KvParams& p) {
       const auto* x = static_cast<const Bf16*>(half == 0 ? p.keys : p.values) + row * row_size;
       auto* codes = static_cast<std::uint8_t*>(half == 0 ? p.key_pages : p.value_pages) + place;
       for (std::int64_t i = 0; i < row_size; ++i) {
-        const float value = ToFloat(x[i]) - (half == 0 ? p.key_means[i] : 0);
-        codes[i] = FloatToFp8E4m3(value / p.scales[half * p.num_kv_heads + i / p.head_dim]);
+        codes[i] = FloatToFp8E4m3(ToFloat(x[i]) / p.scales[half * p.num_kv_heads + i / p.head_dim]);
       }
     }
   }

@@ -14,34 +14,6 @@ namespace {
 constexpr unsigned kThreads = 256;
 constexpr int kPacket = 8;
 
-constexpr int kMeasureThreads = 1024;
-
-// Means of the channels of one head. Sums are double: of bf16 numbers they are exact, so that their order does not matter.
-__device__ void MeasureMeans(const Fp8KvParams& p, int head) {
-  __shared__ double sums[kMeasureThreads];
-  __shared__ int counts[kMeasureThreads];
-  const int num_groups = kMeasureThreads / p.head_dim;
-  const int channel = static_cast<int>(threadIdx.x) % p.head_dim, group = static_cast<int>(threadIdx.x) / p.head_dim;
-  double sum = 0;
-  int count = 0;
-  for (std::int64_t row = group; row < p.num_rows && group < num_groups; row += num_groups) {
-    if (p.slots[row] < 0) continue;
-    sum += static_cast<double>(
-        AsFloat(static_cast<const __nv_bfloat16*>(p.keys)[(row * p.num_kv_heads + head) * p.head_dim + channel]));
-    ++count;
-  }
-  sums[threadIdx.x] = sum;
-  counts[threadIdx.x] = count;
-  __syncthreads();
-  if (group == 0) {
-    for (int other = 1; other < num_groups; ++other) {
-      sum += sums[other * p.head_dim + channel];
-      count += counts[other * p.head_dim + channel];
-    }
-    p.key_means[head * p.head_dim + channel] = count == 0 ? 0.f : static_cast<float>(sum / static_cast<double>(count));
-  }
-}
-
 // Magnitudes are compared as their bits, in which NaN is above infinity and stays.
 __global__ void MeasureKernel(Fp8KvParams p) {
   __shared__ unsigned largest;
@@ -49,7 +21,6 @@ __global__ void MeasureKernel(Fp8KvParams p) {
   const auto* const x = static_cast<const __nv_bfloat16*>(half == 0 ? p.keys : p.values);
   if (threadIdx.x == 0) largest = 0;
   __syncthreads();
-  if (half == 0) MeasureMeans(p, head);
   unsigned mine = 0;
   for (std::int64_t i = threadIdx.x; i < p.num_rows * p.head_dim; i += blockDim.x) {
     const std::int64_t row = i / p.head_dim;
@@ -79,7 +50,6 @@ __global__ void StoreKernel(Fp8KvParams p) {
     std::uint8_t packet[kPacket];
 #pragma unroll
     for (int k = 0; k < kPacket; ++k) {
-      if (half == 0) values[k] = __fsub_rn(values[k], p.key_means[i + k]);
       packet[k] = __nv_cvt_float_to_fp8(__fdiv_rn(values[k], scale), __NV_SATFINITE, __NV_E4M3);
     }
     uint2 bits;
@@ -92,7 +62,7 @@ __global__ void StoreKernel(Fp8KvParams p) {
 
 absl::Status MeasureFp8KvScalesCuda(const Fp8KvParams& params, void* stream) {
   const dim3 grid(static_cast<unsigned>(params.num_kv_heads), 2);
-  MeasureKernel<<<grid, kMeasureThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  MeasureKernel<<<grid, 1024, 0, static_cast<cudaStream_t>(stream)>>>(params);
   return CudaToStatus(cudaGetLastError(), "measuring KV scales");
 }
 

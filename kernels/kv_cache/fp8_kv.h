@@ -1,7 +1,5 @@
 // Keys and values as E4M3 codes in the pages of the cache, one fp32 scale for each KV head and for keys and values: value = code
-// scale, key - mean = code scale. The mean is of a channel: what all keys have in common adds the same to every score of a query,
-// which softmax does not see, and would cost the bits that tell them apart. Scales and means are measured once and then stand as
-// long as a page that was written under them.
+// * scale. Scales are measured once and then stand as long as a page that was written under them.
 #pragma once
 
 #include <cstdint>
@@ -19,17 +17,16 @@ struct Fp8KvParams {
   const void* values = nullptr;  // as keys
   std::int64_t num_rows = 0;
   int num_kv_heads = 0;
-  int head_dim = 0;                     // a multiple of 8, at most 256
+  int head_dim = 0;                     // a multiple of 8
   const std::int32_t* slots = nullptr;  // [num_rows]: page * page_tokens + offset; below 0: the row is padding
   float* scales = nullptr;              // [2 (keys, values), num_kv_heads]
-  float* key_means = nullptr;           // [num_kv_heads, head_dim]
   void* key_pages = nullptr;            // page p: uint8 [page_tokens, num_kv_heads, head_dim] at key_pages + p page_stride
   void* value_pages = nullptr;
   std::int64_t page_stride = 0;
   int page_tokens = 0;
 };
-// key_means <- the mean of each channel over the rows that are no padding; scales <- kFp8KvMargin * the largest magnitude of each
-// head in those rows / 448; NaN where there is a NaN; where all are zero, as if the largest were 1. Pages are not touched.
+// scales <- kFp8KvMargin * the largest magnitude of each head in the rows that are no padding / 448; NaN where there is a NaN;
+// where all are zero, as if the largest were 1. Pages are not touched.
 absl::Status MeasureFp8KvScales(const Fp8KvParams& params, Device device, void* stream);
 // Codes into their pages, to the nearest, ties to even.
 absl::Status StoreFp8Kv(const Fp8KvParams& params, Device device, void* stream);

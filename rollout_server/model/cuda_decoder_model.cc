@@ -532,7 +532,6 @@ absl::Status CudaDecoderModel::StoreKv(const StepShape& shape, int layer, std::b
                               .head_dim = config_.head_dim,
                               .slots = Index<const std::int32_t>(places_.step.slots),
                               .scales = kv_scales_->layer(layer),
-                              .key_means = kv_scales_->key_means(layer),
                               .key_pages = keys,
                               .value_pages = values,
                               .page_stride = page_stride,

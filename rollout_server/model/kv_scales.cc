@@ -14,32 +14,28 @@ namespace {
 
 constexpr std::size_t kRecordBytes = 128;
 
-// Scales and means of one layer.
-std::size_t LayerFloats(int num_kv_heads, int head_dim) {
-  return static_cast<std::size_t>(num_kv_heads) * (2 + static_cast<std::size_t>(head_dim));
+std::size_t NumScales(int num_layers, int num_kv_heads) {
+  return static_cast<std::size_t>(num_layers) * 2 * static_cast<std::size_t>(num_kv_heads);
 }
 
 }  // namespace
 
 std::uint64_t KvScales::Bytes(const ModelConfig& config) {
-  return kRecordBytes +
-         static_cast<std::size_t>(config.num_layers) * LayerFloats(config.num_kv_heads, config.head_dim) * sizeof(float);
+  return kRecordBytes + NumScales(config.num_layers, config.num_kv_heads) * sizeof(float);
 }
 
 KvScales::KvScales(const ModelConfig& config, const std::string& digest, std::byte* memory)
     : num_layers_(config.num_layers),
       num_kv_heads_(config.num_kv_heads),
-      head_dim_(config.head_dim),
       record_([&] {
-        std::string record = absl::StrCat("tandem E4M3 KV scales and key means of ", digest);
+        std::string record = absl::StrCat("tandem E4M3 KV scales of ", digest);
         record.resize(kRecordBytes);
         return record;
       }()),
       memory_(memory) {}
 
 float* KvScales::layer(int layer) const {
-  return reinterpret_cast<float*>(memory_ + kRecordBytes) +
-         static_cast<std::size_t>(layer) * LayerFloats(num_kv_heads_, head_dim_);
+  return reinterpret_cast<float*>(memory_ + kRecordBytes) + std::int64_t{layer} * 2 * num_kv_heads_;
 }
 
 absl::Status KvScales::Find() {
@@ -59,18 +55,13 @@ absl::Status KvScales::Freeze(void* stream) {
 }
 
 absl::Status KvScales::Check(const char* what) {
-  const std::size_t layer_floats = LayerFloats(num_kv_heads_, head_dim_), heads = static_cast<std::size_t>(num_kv_heads_);
-  std::vector<float> floats(static_cast<std::size_t>(num_layers_) * layer_floats);
-  TANDEM_RETURN_IF_ERROR(CopyToHost(Device::kCuda, floats.data(), memory_ + kRecordBytes, floats.size() * sizeof(float)));
-  for (std::size_t i = 0; i < floats.size(); ++i) {
-    const std::size_t layer = i / layer_floats, place = i % layer_floats;
-    const bool is_scale = place < 2 * heads;
-    if (std::isfinite(floats[i]) && (!is_scale || floats[i] > 0)) continue;
-    return absl::InternalError(absl::StrCat("KV cache in fp8: ", what, ": layer ", layer, ", ",
-                                            !is_scale       ? "a mean of the keys"
-                                            : place < heads ? "the scale of the keys"
-                                                            : "the scale of the values",
-                                            " (number ", place, ") is ", floats[i]));
+  std::vector<float> scales(NumScales(num_layers_, num_kv_heads_));
+  TANDEM_RETURN_IF_ERROR(CopyToHost(Device::kCuda, scales.data(), memory_ + kRecordBytes, scales.size() * sizeof(float)));
+  for (std::size_t i = 0; i < scales.size(); ++i) {
+    if (std::isfinite(scales[i]) && scales[i] > 0) continue;
+    const auto heads = static_cast<std::size_t>(num_kv_heads_);
+    return absl::InternalError(absl::StrCat("KV cache in fp8: ", what, ": ", i / heads % 2 == 0 ? "keys" : "values", " of layer ",
+                                            i / heads / 2, ", head ", i % heads, " have scale ", scales[i]));
   }
   return absl::OkStatus();
 }

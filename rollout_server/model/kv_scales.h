@@ -1,5 +1,4 @@
-// Scales of a KV cache in E4M3, one for each layer, KV head, and for keys and values, and means of keys, one for each layer, KV
-// head and channel (kernels/kv_cache/fp8_kv.h). They are
+// Scales of a KV cache in E4M3, one for each layer, KV head, and for keys and values (kernels/kv_cache/fp8_kv.h). They are
 // measured in the first step, whose sequences all begin in it, and then stand for good: through publishing, phase switches and,
 // where the memory outlives the process, its restart, since pages that were written under them are read under them. They lie in
 // the device memory of the model's workspace behind a record that says whose they are. Confined to the engine thread.
@@ -23,10 +22,8 @@ class KvScales {
   // Takes what an earlier process left, if it is of the same model. Errors: INTERNAL (the copy).
   absl::Status Find();
   bool are_set() const { return are_set_; }
-  // On the device: [2 (keys, values), num_kv_heads], and [num_kv_heads, head_dim]. Values only when are_set(), or once the
-  // measuring step has come by.
+  // On the device: [2 (keys, values), num_kv_heads]. Values only when are_set(), or once the measuring step has come by.
   float* layer(int layer) const;
-  float* key_means(int layer) const { return this->layer(layer) + 2 * num_kv_heads_; }
   // Freezes what the step that is on `stream` measured; waits for it. Errors: INTERNAL naming a scale that is no positive
   // number; nothing is set then.
   absl::Status Freeze(void* stream);
@@ -34,7 +31,7 @@ class KvScales {
  private:
   absl::Status Check(const char* what);
 
-  const int num_layers_, num_kv_heads_, head_dim_;
+  const int num_layers_, num_kv_heads_;
   const std::string record_;
   std::byte* const memory_;
   bool are_set_ = false;

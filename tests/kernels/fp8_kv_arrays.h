@@ -11,7 +11,7 @@ struct Fp8KvArrays {
   std::int64_t num_rows;
   HostArray keys, values;
   std::vector<std::int32_t> slots;
-  std::vector<float> scales, key_means;
+  std::vector<float> scales;
   std::vector<std::uint8_t> pages;  // [num_pages, 2, page_tokens, num_kv_heads, head_dim]
 
   static constexpr int kPageTokens = 16, kNumPages = 5;
@@ -25,7 +25,6 @@ struct Fp8KvArrays {
         keys(HostArray::Random(DType::kBf16, num_rows * row_size(), 1, 40)),
         values(HostArray::Random(DType::kBf16, num_rows * row_size(), 2, 0.3)),
         scales(2 * static_cast<std::size_t>(num_kv_heads)),
-        key_means(static_cast<std::size_t>(row_size())),
         pages(static_cast<std::size_t>(kNumPages * page_stride()), 0xee) {
     for (std::int64_t row = 0; row < num_rows; ++row) {
       slots.push_back(row % 7 == 3 ? -1 : static_cast<std::int32_t>(row * 11 % (kPageTokens * kNumPages)));
@@ -45,7 +44,6 @@ struct Fp8KvArrays {
             .head_dim = head_dim,
             .slots = slots.data(),
             .scales = scales.data(),
-            .key_means = key_means.data(),
             .key_pages = pages.data(),
             .value_pages = pages.data() + kPageTokens * row_size(),
             .page_stride = page_stride(),

@@ -16,14 +16,12 @@ TEST_F(Fp8KvGpuTest, ScalesAndPagesAreTheHosts) {
     Fp8KvArrays arrays(heads, head_dim, rows);
     const DeviceArray keys(arrays.keys), values(arrays.values);
     const auto slots = DeviceArray::Of(arrays.slots), scales = DeviceArray::Of(arrays.scales);
-    const auto means = DeviceArray::Of(arrays.key_means);
     const auto pages = DeviceArray::Of(arrays.pages);
     Fp8KvParams params = arrays.Params();
     params.keys = keys.data();
     params.values = values.data();
     params.slots = static_cast<const std::int32_t*>(slots->data());
     params.scales = static_cast<float*>(scales->data());
-    params.key_means = static_cast<float*>(means->data());
     params.key_pages = pages->data();
     params.value_pages = static_cast<std::byte*>(pages->data()) + Fp8KvArrays::kPageTokens * arrays.row_size();
     if (!Fence(MeasureFp8KvScales(params, Device::kCuda, stream()), what + " scales")) return;
@@ -33,8 +31,6 @@ TEST_F(Fp8KvGpuTest, ScalesAndPagesAreTheHosts) {
     ASSERT_EQ(StoreFp8Kv(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
     const std::vector<std::byte> device_scales = scales->Read(what + " scales"), device_pages = pages->Read(what + " pages");
     EXPECT_EQ(std::memcmp(device_scales.data(), arrays.scales.data(), device_scales.size()), 0) << what;
-    const std::vector<std::byte> device_means = means->Read(what + " means");
-    EXPECT_EQ(std::memcmp(device_means.data(), arrays.key_means.data(), device_means.size()), 0) << what << " means";
     std::size_t num_wrong = 0, first_wrong = 0;
     for (std::size_t i = 0; i < arrays.pages.size(); ++i) {
       if (device_pages[i] == std::byte{arrays.pages[i]}) continue;
