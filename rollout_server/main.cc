@@ -181,6 +181,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   service_options.trainer_region = pool->region(v1::REGION_KIND_TRAINER_STANDING);
   service_options.trainer_region_begin_bytes = pool->offset_of(service_options.trainer_region.data());
   service_options.pool_device = pool->device();
+  if (is_on_gpu) service_options.max_adapter_rank = device_options.model.max_adapter_rank;
   service_options.max_streams = absl::GetFlag(FLAGS_max_streams);
   RolloutService service(std::move(service_options), engine.get(), encoder, [&pool, kv_cache_bytes] {
     return PoolReport{.ledger = Ledger(*pool, kv_cache_bytes), .lease_epoch = pool->lease().epoch()};

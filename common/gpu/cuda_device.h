@@ -18,6 +18,7 @@ absl::Status CudaCopy(void* destination, const void* source, std::size_t size_by
 absl::Status CudaZero(void* destination, std::size_t size_bytes);
 absl::StatusOr<DeviceMemoryUse> CudaDriverMemory();
 absl::Status CudaContextHealth();
+absl::Status CudaSynchronize();
 absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream();
 absl::StatusOr<std::unique_ptr<HostBuffer>> CreatePinnedBuffer(std::size_t size_bytes);
 

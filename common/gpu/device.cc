@@ -107,6 +107,8 @@ absl::StatusOr<DeviceMemoryUse> DriverMemory(Device device) {
 
 absl::Status ContextHealth(Device device) { return device == Device::kCpu ? absl::OkStatus() : internal::CudaContextHealth(); }
 
+absl::Status SynchronizeDevice(Device device) { return device == Device::kCpu ? absl::OkStatus() : internal::CudaSynchronize(); }
+
 absl::StatusOr<std::unique_ptr<Stream>> Stream::Create(Device device) {
   if (device == Device::kCuda) return internal::CreateCudaStream();
   return std::make_unique<CpuStream>();

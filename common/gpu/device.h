@@ -30,6 +30,10 @@ absl::Status CopyFromHost(Device device, void* destination, const void* host, st
 absl::Status CopyOnDevice(Device device, void* destination, const void* source, std::size_t size_bytes);
 absl::Status ZeroMemory(Device device, void* destination, std::size_t size_bytes);
 
+// Returns when nothing that this process put on the device runs or will run any more: before memory that kernels use goes to
+// somebody else. Errors: INTERNAL: a kernel failed; see ContextHealth.
+absl::Status SynchronizeDevice(Device device);
+
 struct DeviceMemoryUse {
   std::uint64_t total_bytes = 0;
   std::uint64_t free_bytes = 0;  // of the whole card, all processes

@@ -106,6 +106,8 @@ absl::StatusOr<DeviceMemoryUse> CudaDriverMemory() {
   return DeviceMemoryUse{.total_bytes = total_bytes, .free_bytes = free_bytes};
 }
 
+absl::Status CudaSynchronize() { return CudaToStatus(cudaDeviceSynchronize(), "device fence"); }
+
 absl::Status CudaContextHealth() {
   const cudaError_t error = cudaStreamQuery(cudaStreamPerThread);
   return error == cudaErrorNotReady ? absl::OkStatus() : CudaToStatus(error, "device context");

@@ -15,6 +15,7 @@ absl::Status CudaCopy(void*, const void*, std::size_t) { return BuiltWithoutCuda
 absl::Status CudaZero(void*, std::size_t) { return BuiltWithoutCuda("device memset"); }
 absl::StatusOr<DeviceMemoryUse> CudaDriverMemory() { return BuiltWithoutCuda("driver memory"); }
 absl::Status CudaContextHealth() { return BuiltWithoutCuda("device context"); }
+absl::Status CudaSynchronize() { return BuiltWithoutCuda("device fence"); }
 absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream() { return BuiltWithoutCuda("stream"); }
 absl::StatusOr<std::unique_ptr<HostBuffer>> CreatePinnedBuffer(std::size_t) { return BuiltWithoutCuda("pinned memory"); }
 

@@ -73,11 +73,16 @@ class CudaMapping final : public PoolMapping {
     if (is_mapped_[chunk]) return absl::OkStatus();
     const std::string what = absl::StrCat("mapping chunk ", chunk, " of ", chunks_.size(), ", ", FormatBytes(chunk_bytes_));
     TANDEM_RETURN_IF_ERROR(driver_->ToStatus(driver_->map(AddressOf(chunk), chunk_bytes_, 0, chunks_[chunk].get(), 0), what));
-    is_mapped_[chunk] = true;
     CUmemAccessDesc access{};
     access.location = Properties().location;
     access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    return driver_->ToStatus(driver_->set_access(AddressOf(chunk), chunk_bytes_, &access, 1), what);
+    const absl::Status status = driver_->ToStatus(driver_->set_access(AddressOf(chunk), chunk_bytes_, &access, 1), what);
+    if (status.ok()) {
+      is_mapped_[chunk] = true;
+    } else {
+      LogFailure(driver_->ToStatus(driver_->unmap(AddressOf(chunk), chunk_bytes_), absl::StrCat("unmapping chunk ", chunk)));
+    }
+    return status;
   }
   absl::Status Unmap(std::size_t chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!is_mapped_[chunk]) return absl::OkStatus();

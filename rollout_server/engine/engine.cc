@@ -235,7 +235,7 @@ void Engine::SettlePending() {
 // The last model call has returned, for this thread made it; the fence waits for what it left on the device.
 absl::Status Engine::PauseNow() {
   if (absl::Status status = model_->Fence(); !status.ok()) {
-    CheckDevice();
+    if (IsDeviceLost()) return absl::UnavailableError(absl::StrCat("the device's context is lost: ", status.message()));
     return Annotate(status, "fence before the elastic memory is yielded");
   }
   is_paused_ = true;
@@ -248,12 +248,17 @@ void Engine::GiveUp(const absl::Status& status) {
   if (error_.ok()) error_ = status;
 }
 
-// After a failure: a poisoned context can do nothing any more.
-void Engine::CheckDevice() {
-  if (const absl::Status health = ContextHealth(options_.device); !health.ok()) GiveUp(Annotate(health, "device context"));
+// Asked after a failure. A lost context can do nothing any more: the daemon ends, and with it every stream, so that callers see
+// UNAVAILABLE as after any other death, and ask the next daemon.
+bool Engine::IsDeviceLost() {
+  const absl::Status health = ContextHealth(options_.device);
+  if (!health.ok()) GiveUp(Annotate(health, "device context"));
+  is_device_lost_ = is_device_lost_ || !health.ok();
+  return is_device_lost_;
 }
 
 bool Engine::Step() {
+  if (is_device_lost_) return false;
   const Lane other = last_lane_ == Lane::kUnit ? Lane::kShared : Lane::kUnit;
   for (Lane lane : {other, last_lane_}) {
     if (!scheduler_.HasSequences(lane) || !StepLane(lane)) continue;
@@ -324,6 +329,8 @@ void Engine::Finish(const StepPlan& plan, const Logits& logits) {
                       .completion = sequence.completion});
   }
   const std::vector<absl::StatusOr<DrawnToken>> tokens = sampler_->Draw(logits, inputs);
+  const bool has_failed = std::any_of(tokens.begin(), tokens.end(), [](const auto& token) { return !token.ok(); });
+  if (has_failed && IsDeviceLost()) return;
   std::uint32_t num_drawn = 0;
   for (std::size_t row = 0; row < ids.size(); ++row) {
     const absl::StatusOr<DrawnToken>& token = tokens[row];
@@ -338,7 +345,6 @@ void Engine::Finish(const StepPlan& plan, const Logits& logits) {
                "\" ended: ", error);
     EndSequence(ids[row], v1::FINISH_REASON_ERROR, "", error);
   }
-  if (num_drawn < ids.size()) CheckDevice();
   metrics_.CountTokens(num_drawn);
 }
 
@@ -376,10 +382,10 @@ void Engine::FinishToken(SequenceId id, const DrawnToken& token) {
 
 void Engine::FailStep(const StepPlan& plan, const absl::Status& status) {
   TANDEM_LOG(kError, "engine", "step=", num_steps_, " sequences=", plan.sequences.size(), " failed: ", status.ToString());
+  if (IsDeviceLost()) return;
   if (++num_failed_in_a_row_ >= kMaxFailedSteps) {
     GiveUp(Annotate(status, absl::StrCat(kMaxFailedSteps, " steps in a row failed")));
   }
-  CheckDevice();
   for (const PlannedSequence& planned : plan.sequences) {
     EndSequence(planned.id, v1::FINISH_REASON_ERROR, "", absl::StrCat("engine step ", num_steps_, ": ", status.message()));
   }

@@ -140,7 +140,7 @@ class Engine {
   void SettlePending();
   absl::Status PauseNow();
   void GiveUp(const absl::Status& status);
-  void CheckDevice();
+  bool IsDeviceLost();
   std::uint64_t VersionOf(const std::string& job) const;
   std::string RootKeyOf(const Sequence& sequence) const;
   void PublishStatus();
@@ -161,6 +161,7 @@ class Engine {
   std::deque<PendingActivation> pending_activations_;
   std::deque<PendingYield> pending_yields_;
   bool is_paused_ = false;
+  bool is_device_lost_ = false;
   std::uint64_t lease_epoch_ = 0;
   std::uint64_t next_batch_id_ = 1;
   std::uint64_t num_steps_ = 0;

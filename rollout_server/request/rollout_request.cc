@@ -8,6 +8,7 @@ namespace {
 constexpr int kMaxStopTokenIds = 64;
 constexpr int kMaxStopStrings = 16;
 constexpr std::size_t kMaxStopStringBytes = 256;
+constexpr double kMinTemperature = 1e-4;
 
 absl::Status Refuse(std::string_view field, const std::string& value, std::string_view limit) {
   return absl::InvalidArgumentError(absl::StrCat("sampling.", ToAbsl(field), ": ", value, " is not ", ToAbsl(limit)));
@@ -18,8 +19,9 @@ absl::Status Refuse(std::string_view field, const std::string& value, std::strin
 absl::StatusOr<SamplingParams> ParseSamplingParams(const v1::SamplingParams& message, int vocab_size) {
   SamplingParams params;
   params.temperature = message.temperature();
-  if (!(params.temperature >= 0 && params.temperature <= 100)) {
-    return Refuse("temperature", absl::StrCat(params.temperature), "in [0, 100] (0: greedy)");
+  // Below the limit 1 / temperature times a logit is no number any more.
+  if (params.temperature != 0 && !(params.temperature >= kMinTemperature && params.temperature <= 100)) {
+    return Refuse("temperature", absl::StrCat(params.temperature), "0 (greedy) or in [1e-4, 100]");
   }
   params.top_k = message.top_k();
   params.top_p = message.top_p() == 0 ? 1 : message.top_p();

@@ -88,7 +88,8 @@ absl::Status RolloutService::WriteBatch(grpc::ServerContext* context, Stream* st
 grpc::Status RolloutService::ActivateAdapter(grpc::ServerContext* context, const v1::ActivateAdapterRequest* request,
                                              v1::ActivateAdapterResponse* response) {
   absl::StatusOr<Adapter> adapter =
-      OpenAdapter(*request, options_.config, options_.trainer_region, options_.trainer_region_begin_bytes, options_.pool_device);
+      OpenAdapter(*request, options_.config, options_.trainer_region, options_.trainer_region_begin_bytes,
+                  options_.max_adapter_rank, options_.pool_device);
   if (!adapter.ok()) return ToGrpc(adapter.status());
   const absl::Status status = engine_->Activate(*std::move(adapter), request->drain(), DeadlineOf(*context));
   if (status.ok()) response->set_weight_version(request->weight_version());

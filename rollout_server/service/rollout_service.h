@@ -28,7 +28,8 @@ struct RolloutServiceOptions {
   std::string device;
   std::span<const std::byte> trainer_region;     // adapter slots lie here
   std::uint64_t trainer_region_begin_bytes = 0;  // its offset in the pool
-  Device pool_device = Device::kCpu;             // where it lies
+  int max_adapter_rank = 1024;
+  Device pool_device = Device::kCpu;  // where it lies
   int max_streams = 64;
   absl::Duration message_timeout = absl::Minutes(1);  // for one message, to come or to go
   std::size_t max_buffered_tokens = 1 << 20;          // of one stream

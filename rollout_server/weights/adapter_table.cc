@@ -9,7 +9,6 @@
 namespace tandem {
 namespace {
 
-constexpr std::uint32_t kMaxRank = 1024;
 constexpr std::uint64_t kSlotAlignment = 64;
 
 absl::StatusOr<std::vector<LinearKind>> ParseTargets(const v1::AdapterSlot& slot) {
@@ -29,12 +28,14 @@ absl::StatusOr<std::vector<LinearKind>> ParseTargets(const v1::AdapterSlot& slot
 }  // namespace
 
 absl::StatusOr<Adapter> OpenAdapter(const v1::ActivateAdapterRequest& request, const ModelConfig& config,
-                                    std::span<const std::byte> region, std::uint64_t region_begin_bytes, Device device) {
+                                    std::span<const std::byte> region, std::uint64_t region_begin_bytes, int max_rank,
+                                    Device device) {
   const v1::AdapterSlot& slot = request.slot();
   if (request.job().empty()) return absl::InvalidArgumentError("job: empty; the base model has no adapter");
   if (request.weight_version() == 0) return absl::InvalidArgumentError("weight_version: 0; versions begin at 1");
-  if (slot.rank() < 1 || slot.rank() > kMaxRank) {
-    return absl::InvalidArgumentError(absl::StrCat("slot.rank: ", slot.rank(), " is not in 1 to ", kMaxRank));
+  if (slot.rank() < 1 || slot.rank() > static_cast<std::uint32_t>(max_rank)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("slot.rank: ", slot.rank(), " is not in 1 to ", max_rank, ", the rollout server's limit"));
   }
   if (!std::isfinite(slot.scale()) || slot.scale() <= 0) {
     return absl::InvalidArgumentError(absl::StrCat("slot.scale: ", slot.scale(), " is not above 0 and finite"));

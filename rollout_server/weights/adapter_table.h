@@ -29,11 +29,12 @@ struct Adapter {
 };
 
 // Checks a publication against the model and the slot's bytes. `region` is the trainer's standing region as this process maps it
-// on `device` and begins at `region_begin_bytes` of the pool. Reads the whole slot (MemoryChecksum): call it off the engine
-// thread. Errors: INVALID_ARGUMENT (a field, its value and the limit), OUT_OF_RANGE (slot), ABORTED (checksum: the slot is half
-// written).
+// on `device` and begins at `region_begin_bytes` of the pool; `max_rank` is what the model has room for. Reads the whole slot
+// (MemoryChecksum): call it off the engine thread. Errors: INVALID_ARGUMENT (a field, its value and the limit), OUT_OF_RANGE
+// (slot), ABORTED (checksum: the slot is half written).
 absl::StatusOr<Adapter> OpenAdapter(const v1::ActivateAdapterRequest& request, const ModelConfig& config,
-                                    std::span<const std::byte> region, std::uint64_t region_begin_bytes, Device device);
+                                    std::span<const std::byte> region, std::uint64_t region_begin_bytes, int max_rank,
+                                    Device device);
 
 class AdapterTable {
  public:

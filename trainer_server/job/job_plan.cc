@@ -68,8 +68,8 @@ void CheckRollout(const JobSurroundings& surroundings, v1::RolloutConfig* rollou
 
   v1::SamplingParams* sampling = rollout->mutable_sampling();
   const FieldCheck sampled("rollout.sampling.", faults);
-  sampled.Expect(sampling->temperature() > 0 && sampling->temperature() <= 100, "temperature", sampling->temperature(),
-                 "> 0 and <= 100: a job samples");
+  sampled.Expect(sampling->temperature() >= 1e-4 && sampling->temperature() <= 100, "temperature", sampling->temperature(),
+                 ">= 1e-4 and <= 100: a job samples");
   if (sampling->top_p() == 0) sampling->set_top_p(1);
   sampled.Expect(sampling->top_p() > 0 && sampling->top_p() <= 1, "top_p", sampling->top_p(), "> 0 and <= 1");
   sampled.Expect(sampling->min_p() >= 0 && sampling->min_p() < 1, "min_p", sampling->min_p(), ">= 0 and < 1");

@@ -222,6 +222,11 @@ void JobRunner::EndJob(const std::string& job, const absl::Status& result, Train
   } else if (environment_.peer->is_interrupted()) {
     TANDEM_LOG(kInfo, "job", "left running job=", job);
     return;
+  } else if (!ContextHealth(environment_.device.device).ok()) {
+    // The daemon ends; the next one takes the job up from its checkpoint.
+    TANDEM_LOG(kError, "job", "left running job=", job, " because the device's context is lost: ", error);
+    environment_.peer->Pause(absl::Seconds(5)).IgnoreError();
+    return;
   } else if (absl::IsCancelled(result) && request == JobRequest::kCancel) {
     state = v1::JOB_STATE_CANCELLED;
     error.clear();

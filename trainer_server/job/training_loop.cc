@@ -177,7 +177,9 @@ absl::Status TrainingLoop::MakePolicy() {
       RolloutClient::Options{.tokenizer = environment_.tokenizer,
                              .end_token_ids = environment_.model.end_token_ids,
                              .vocab_size = static_cast<std::size_t>(environment_.model.vocab_size)});
-  phase_ = std::make_unique<ElasticPhase>(peer, ElasticPhase::Options{.member = member, .enter_arena = environment_.enter_arena});
+  phase_ = std::make_unique<ElasticPhase>(
+      peer,
+      ElasticPhase::Options{.member = member, .enter_arena = environment_.enter_arena, .device = environment_.device.device});
   driver_ = std::make_unique<StepDriver>(policy_.get(), &trained_, phase_.get(),
                                          StepDriver::Options{.loss = plan_.loss,
                                                              .advantage = plan_.advantage,

@@ -25,6 +25,9 @@ absl::Status ElasticPhase::Enter() {
 }
 
 absl::Status ElasticPhase::Leave() {
+  if (is_entered()) {
+    TANDEM_RETURN_IF_ERROR(Annotate(SynchronizeDevice(options_.device), "fence before the elastic region is given back"));
+  }
   arena_.reset();
   const absl::Time limit = absl::Now() + peer_->patience();
   while (options_.member->holds_elastic()) {

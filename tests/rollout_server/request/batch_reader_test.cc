@@ -105,7 +105,8 @@ TEST(BatchReaderTest, ReadsGroupsWithPromptsInPieces) {
 
 TEST(BatchReaderTest, RefusesSamplingOutsideItsLimitsByFieldAndValue) {
   using P = v1::SamplingParams;
-  ExpectSamplingRefused([](P* p) { p->set_temperature(-0.5); }, {"group 0", "temperature", "-0.5", "[0, 100]"});
+  ExpectSamplingRefused([](P* p) { p->set_temperature(-0.5); }, {"group 0", "temperature", "-0.5", "[1e-4, 100]"});
+  ExpectSamplingRefused([](P* p) { p->set_temperature(1e-40); }, {"temperature", "1e-40"});  // 1 / temperature is no float
   ExpectSamplingRefused([](P* p) { p->set_temperature(101); }, {"temperature", "101"});
   ExpectSamplingRefused([](P* p) { p->set_temperature(std::nan("")); }, {"temperature", "nan"});
   ExpectSamplingRefused([](P* p) { p->set_top_p(1.5); }, {"top_p", "1.5"});

@@ -14,6 +14,7 @@ namespace {
 using ::testing::HasSubstr;
 
 constexpr std::uint64_t kRegionBegin = 1 << 20;
+constexpr int kMaxRank = 16;
 
 ModelConfig TinyConfig() {
   ModelConfig config;
@@ -43,7 +44,9 @@ class AdapterTableTest : public ::testing::Test {
     request_.mutable_slot()->set_checksum(*MemoryChecksum(Device::kCpu, region_.data() + 256, layout_.total_bytes));
   }
 
-  absl::StatusOr<Adapter> Open() const { return OpenAdapter(request_, TinyConfig(), region_, kRegionBegin, Device::kCpu); }
+  absl::StatusOr<Adapter> Open() const {
+    return OpenAdapter(request_, TinyConfig(), region_, kRegionBegin, kMaxRank, Device::kCpu);
+  }
   void ExpectRefused(const std::function<void(v1::ActivateAdapterRequest*)>& change, absl::StatusCode code,
                      const std::string& word) {
     const v1::ActivateAdapterRequest saved = request_;
@@ -83,7 +86,7 @@ TEST_F(AdapterTableTest, RefusesSlotsThatDoNotFit) {
   ExpectRefused([](R* r) { r->set_job(""); }, kBad, "job");
   ExpectRefused([](R* r) { r->set_weight_version(0); }, kBad, "weight_version");
   ExpectRefused([](R* r) { r->mutable_slot()->set_rank(0); }, kBad, "rank: 0");
-  ExpectRefused([](R* r) { r->mutable_slot()->set_rank(1025); }, kBad, "1025");
+  ExpectRefused([](R* r) { r->mutable_slot()->set_rank(17); }, kBad, "17 is not in 1 to 16");
   ExpectRefused([](R* r) { r->mutable_slot()->set_rank(8); }, kBad, "bytes");
   ExpectRefused([](R* r) { r->mutable_slot()->set_scale(0); }, kBad, "scale: 0");
   ExpectRefused([](R* r) { r->mutable_slot()->set_scale(std::numeric_limits<float>::quiet_NaN()); }, kBad, "scale: nan");
