@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <tuple>
 #include <vector>
 
 #include "common/base/status.h"
@@ -16,7 +17,9 @@ struct StepGraphKey {
   std::int64_t num_rows = 0;
   std::uint64_t adapter = 0;       // DeviceAdapter::graph_id; 0: none
   std::vector<std::int64_t> plan;  // of the attention
-  auto operator<=>(const StepGraphKey&) const = default;
+  bool operator<(const StepGraphKey& other) const {
+    return std::tie(num_rows, adapter, plan) < std::tie(other.num_rows, other.adapter, other.plan);
+  }
 };
 
 class StepGraphs {
