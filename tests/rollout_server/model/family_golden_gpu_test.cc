@@ -4,12 +4,12 @@
 #include <cmath>
 #include <cstdio>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <vector>
 
 #include "rollout_server/model/decoder_model.h"
 #include "tests/kernels/device_array.h"
+#include "tests/rollout_server/model/family_steps.h"
 #include "tests/support/family_golden.h"
 
 namespace tandem {
@@ -63,27 +63,10 @@ TEST(FamilyGoldenGpuTest, PrefillAndDecodeGiveTheLogitsOfTransformers) {
     const auto decoder = DecoderModel::Create(golden.config, golden.layout, static_cast<const std::byte*>(weights->data()),
                                               {static_cast<std::byte*>(cache->data()), cache_bytes.size()}, options);
     ASSERT_TRUE(decoder.ok()) << decoder.status();
-    const auto num_prompt_tokens = static_cast<std::int32_t>(golden.prefill_logits.size());
-    StepBatch batch;
-    batch.token_ids.assign(golden.token_ids.begin(), golden.token_ids.end() - 1);
-    batch.positions.resize(batch.token_ids.size());
-    std::iota(batch.positions.begin(), batch.positions.end(), 0);
-    batch.slot_mapping.assign(batch.positions.begin(), batch.positions.end());
-    batch.logit_rows = batch.positions;
-    batch.cu_query_lens = {0, num_prompt_tokens};
-    batch.context_lens = {num_prompt_tokens};
-    batch.block_tables = {{0, 1}};
-    batch.adapter_of = {-1};
-    const auto prefill = (*decoder)->Run(batch);
+    const auto prefill = (*decoder)->Run(testing::PrefillStep(golden));
     ASSERT_TRUE(prefill.ok()) << prefill.status();
     ExpectClose(decoder->get(), *prefill, golden.prefill_logits, absl::StrCat(family, " prefill"));
-    batch.token_ids = {golden.token_ids.back()};
-    batch.positions = {num_prompt_tokens};
-    batch.slot_mapping = {num_prompt_tokens};
-    batch.logit_rows = {0};
-    batch.cu_query_lens = {0, 1};
-    batch.context_lens = {num_prompt_tokens + 1};
-    const auto decode = (*decoder)->Run(batch);
+    const auto decode = (*decoder)->Run(testing::DecodeStep(golden));
     ASSERT_TRUE(decode.ok()) << decode.status();
     ExpectClose(decoder->get(), *decode, {golden.decode_logits}, absl::StrCat(family, " decode"));
     cache->Read(absl::StrCat(family, " cache"));
