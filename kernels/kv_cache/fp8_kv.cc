@@ -2,13 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "kernels/base/elements.h"
 
 namespace tandem {
 namespace {
-
-constexpr float kFp8Max = 448;
 
 absl::Status Check(const char* kernel, const Fp8KvParams& p) {
   if (p.num_rows < 0 || p.num_kv_heads < 1 || p.head_dim < 8 || p.head_dim % 8 != 0 || p.page_tokens < 1 ||
@@ -24,15 +23,18 @@ void MeasureReference(const Fp8KvParams& p) {
   for (int half = 0; half < 2; ++half) {
     const auto* x = static_cast<const Bf16*>(half == 0 ? p.keys : p.values);
     for (int head = 0; head < p.num_kv_heads; ++head) {
-      float largest = 0;
+      float largest = -1;
       for (std::int64_t row = 0; row < p.num_rows; ++row) {
         if (p.slots[row] < 0) continue;
+        float of_row = 0;
         for (int i = 0; i < p.head_dim; ++i) {
           const float magnitude = std::fabs(ToFloat(x[(row * p.num_kv_heads + head) * p.head_dim + i]));
-          if (!(magnitude <= largest) && !std::isnan(largest)) largest = magnitude;
+          if (!(magnitude <= of_row)) of_row = magnitude;
+          if (!std::isfinite(of_row)) break;
         }
+        if (std::isfinite(of_row)) largest = std::max(largest, of_row);
       }
-      p.scales[half * p.num_kv_heads + head] = (largest == 0 ? 1 : largest) * (kFp8KvMargin / kFp8Max);
+      p.scales[half * p.num_kv_heads + head] = largest < 0 ? std::numeric_limits<float>::quiet_NaN() : Fp8KvScale(largest);
     }
   }
 }
@@ -47,12 +49,18 @@ void StoreReference(const Fp8KvParams& p) {
       auto* codes = static_cast<std::uint8_t*>(half == 0 ? p.key_pages : p.value_pages) + place;
       for (std::int64_t i = 0; i < row_size; ++i) {
         codes[i] = FloatToFp8E4m3(ToFloat(x[i]) / p.scales[half * p.num_kv_heads + i / p.head_dim]);
+        if (p.queries == nullptr || std::isfinite(ToFloat(x[i]))) continue;
+        static_cast<Bf16*>(p.queries)[row * p.query_row_stride] = FromFloat<Bf16>(std::numeric_limits<float>::quiet_NaN());
       }
     }
   }
 }
 
 }  // namespace
+
+float RoundToFp8Kv(float value, float scale) {
+  return std::isfinite(value) ? Fp8E4m3ToFloat(FloatToFp8E4m3(value / scale)) * scale : value;
+}
 
 absl::Status MeasureFp8KvScales(const Fp8KvParams& params, Device device, void* stream) {
   TANDEM_RETURN_IF_ERROR(Check("measuring KV scales", params));

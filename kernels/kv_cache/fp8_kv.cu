@@ -1,12 +1,12 @@
 // Storing: a block a row, a thread 8 values at a time: 3 bytes moved a value; at decode sizes bound by the launch. Measuring: a
-// block for each head of keys and of values; it runs once.
+// block for each head of keys and of values, a warp a row; it runs once.
 #include <cuda_bf16.h>
-#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include "common/gpu/cuda_status.h"
 #include "kernels/base/device_elements.cuh"
 #include "kernels/kv_cache/fp8_kv.h"
+#include "kernels/kv_cache/fp8_kv_codes.cuh"
 
 namespace tandem::internal {
 namespace {
@@ -14,24 +14,27 @@ namespace {
 constexpr unsigned kThreads = 256;
 constexpr int kPacket = 8;
 
-// Magnitudes are compared as their bits, in which NaN is above infinity and stays.
+// Magnitudes are compared as their bits, in which infinity and NaN are above all numbers.
 __global__ void MeasureKernel(Fp8KvParams p) {
-  __shared__ unsigned largest;
+  constexpr unsigned kInfinity = 0x7f800000u;
+  __shared__ int largest;
   const int half = static_cast<int>(blockIdx.y), head = static_cast<int>(blockIdx.x);
   const auto* const x = static_cast<const __nv_bfloat16*>(half == 0 ? p.keys : p.values);
-  if (threadIdx.x == 0) largest = 0;
+  if (threadIdx.x == 0) largest = -1;
   __syncthreads();
-  unsigned mine = 0;
-  for (std::int64_t i = threadIdx.x; i < p.num_rows * p.head_dim; i += blockDim.x) {
-    const std::int64_t row = i / p.head_dim;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  for (std::int64_t row = threadIdx.x / 32; row < p.num_rows; row += blockDim.x / 32) {
     if (p.slots[row] < 0) continue;
-    mine = max(mine, __float_as_uint(AsFloat(x[(row * p.num_kv_heads + head) * p.head_dim + i % p.head_dim])) & 0x7fffffffu);
+    unsigned mine = 0;
+    for (int i = lane; i < p.head_dim; i += 32) {
+      mine = max(mine, __float_as_uint(AsFloat(x[(row * p.num_kv_heads + head) * p.head_dim + i])) & 0x7fffffffu);
+    }
+    const unsigned of_row = __reduce_max_sync(0xffffffffu, mine);
+    if (lane == 0 && of_row < kInfinity) atomicMax(&largest, static_cast<int>(of_row));
   }
-  atomicMax(&largest, mine);
   __syncthreads();
   if (threadIdx.x != 0) return;
-  const float magnitude = largest == 0 ? 1.f : __uint_as_float(largest);
-  p.scales[half * p.num_kv_heads + head] = __fmul_rn(magnitude, kFp8KvMargin / 448.f);
+  p.scales[half * p.num_kv_heads + head] = largest < 0 ? __uint_as_float(0x7fc00000u) : Fp8KvScale(__int_as_float(largest));
 }
 
 // Grid: (rows, keys and values).
@@ -48,13 +51,17 @@ __global__ void StoreKernel(Fp8KvParams p) {
     float values[kPacket];
     LoadFloats(x + i, values);
     std::uint8_t packet[kPacket];
+    bool is_finite = true;
 #pragma unroll
     for (int k = 0; k < kPacket; ++k) {
-      packet[k] = __nv_cvt_float_to_fp8(__fdiv_rn(values[k], scale), __NV_SATFINITE, __NV_E4M3);
+      packet[k] = ToFp8KvCode(values[k], scale);
+      is_finite = is_finite && isfinite(values[k]);
     }
     uint2 bits;
     memcpy(&bits, packet, sizeof(bits));
     *reinterpret_cast<uint2*>(codes + i) = bits;
+    if (p.queries == nullptr || is_finite) continue;
+    static_cast<__nv_bfloat16*>(p.queries)[row * p.query_row_stride] = __float2bfloat16_rn(__uint_as_float(0x7fc00000u));
   }
 }
 

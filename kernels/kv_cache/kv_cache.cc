@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels/base/elements.h"
+#include "kernels/kv_cache/fp8_kv.h"
 
 namespace tandem {
 namespace {
@@ -48,6 +49,9 @@ void RopeAndCacheReference(const RopeAndCacheParams& p) {
         to[i] = FromFloat<T>(head[i] * c - head[i + half] * s);
         to[i + half] = FromFloat<T>(head[i + half] * c + head[i] * s);
       }
+      if (p.kv_scales == nullptr || is_query) continue;
+      const float scale = p.kv_scales[h - p.num_heads];
+      for (std::int64_t i = 0; i < dim; ++i) to[i] = FromFloat<T>(RoundToFp8Kv(ToFloat(to[i]), scale));
     }
   }
 }

@@ -8,6 +8,7 @@
 
 #include "common/gpu/cuda_status.h"
 #include "kernels/base/device_elements.cuh"
+#include "kernels/kv_cache/fp8_kv_codes.cuh"
 #include "kernels/kv_cache/kv_cache.h"
 
 namespace tandem::internal {
@@ -81,6 +82,10 @@ __global__ void RopeAndCacheKernel(RopeAndCacheParams p) {
       const float c = rotates ? p.cosines[position * half + i] : 1.f, s = rotates ? p.sines[position * half + i] : 0.f;
       SetElement(&to[i], a[k] * c - b[k] * s);
       SetElement(&to[i + half], b[k] * c + a[k] * s);
+      if (p.kv_scales == nullptr || is_query) continue;
+      const float scale = p.kv_scales[head - p.num_heads];
+      SetElement(&to[i], RoundedToFp8Kv(AsFloat(to[i]), scale));
+      SetElement(&to[i + half], RoundedToFp8Kv(AsFloat(to[i + half]), scale));
     }
   }
 }

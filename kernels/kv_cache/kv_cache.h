@@ -49,8 +49,12 @@ struct RopeAndCacheParams {
   void* values = nullptr;        // as keys
   std::int64_t page_stride = 0;  // in elements
   int page_tokens = 0;
+  // Null, or [2 (keys, values), num_kv_heads]: keys and values become what they are once they have been in a cache in E4M3 under
+  // these scales (fp8_kv.h).
+  const float* kv_scales = nullptr;
 };
-// Computed in fp32, rounded once. Errors: INVALID_ARGUMENT (shape), UNIMPLEMENTED (no device code), INTERNAL (launch).
+// Computed in fp32, rounded once; with kv_scales keys and values once more. Errors: INVALID_ARGUMENT (shape), UNIMPLEMENTED (no
+// device code), INTERNAL (launch).
 absl::Status RopeAndCache(const RopeAndCacheParams& params, Device device, void* stream);
 
 // output[r, c] <- bf16(input[r, c]), rounded to nearest even: a part of a wider matrix.

@@ -14,7 +14,13 @@ TEST_F(Fp8KvGpuTest, ScalesAndPagesAreTheHosts) {
   for (const auto& [heads, head_dim, rows] : {std::tuple(1, 8, 1), {3, 64, 1}, {8, 128, 70}, {2, 96, 33}, {40, 128, 16}}) {
     const std::string what = absl::StrCat(rows, " rows of ", heads, " x ", head_dim);
     Fp8KvArrays arrays(heads, head_dim, rows);
-    const DeviceArray keys(arrays.keys), values(arrays.values);
+    // A broken row, and a head of which every row is broken.
+    if (rows > 1) arrays.keys.Set(2 * arrays.row_size(), NAN);
+    if (rows > 40) {
+      for (std::int64_t row = 0; row < rows; ++row)
+        arrays.values.Set(row * arrays.row_size() + head_dim + row % head_dim, INFINITY);
+    }
+    const DeviceArray keys(arrays.keys), values(arrays.values), queries(arrays.queries);
     const auto slots = DeviceArray::Of(arrays.slots), scales = DeviceArray::Of(arrays.scales);
     const auto pages = DeviceArray::Of(arrays.pages);
     Fp8KvParams params = arrays.Params();
@@ -22,15 +28,24 @@ TEST_F(Fp8KvGpuTest, ScalesAndPagesAreTheHosts) {
     params.values = values.data();
     params.slots = static_cast<const std::int32_t*>(slots->data());
     params.scales = static_cast<float*>(scales->data());
+    params.queries = queries.data();
     params.key_pages = pages->data();
     params.value_pages = static_cast<std::byte*>(pages->data()) + Fp8KvArrays::kPageTokens * arrays.row_size();
     if (!Fence(MeasureFp8KvScales(params, Device::kCuda, stream()), what + " scales")) return;
+    ASSERT_EQ(MeasureFp8KvScales(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
+    HostArray device_scales(DType::kFp32, 2 * heads), host_scales = device_scales;
+    *device_scales.mutable_bytes() = scales->Read(what + " scales");
+    std::memcpy(host_scales.data(), arrays.scales.data(), host_scales.bytes().size());
+    ExpectClose(device_scales, host_scales, 0, 1e-30, what + " scales");
+    // Codes under numbers alone: a step without scales is one whose codes nobody reads.
+    for (float& scale : arrays.scales) scale = std::isnan(scale) ? 0x1p-6f : scale;
+    ASSERT_EQ(CopyFromHost(Device::kCuda, scales->data(), arrays.scales.data(), arrays.scales.size() * sizeof(float)),
+              absl::OkStatus());
     ASSERT_LE(rows, Fp8KvArrays::kPageTokens * Fp8KvArrays::kNumPages);  // no slot twice
     if (!Fence(StoreFp8Kv(params, Device::kCuda, stream()), what + " codes")) return;
-    ASSERT_EQ(MeasureFp8KvScales(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
     ASSERT_EQ(StoreFp8Kv(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
-    const std::vector<std::byte> device_scales = scales->Read(what + " scales"), device_pages = pages->Read(what + " pages");
-    EXPECT_EQ(std::memcmp(device_scales.data(), arrays.scales.data(), device_scales.size()), 0) << what;
+    ExpectClose(queries.Read(DType::kBf16, what), arrays.queries, 0, 1e-30, what + " queries");
+    const std::vector<std::byte> device_pages = pages->Read(what + " pages");
     std::size_t num_wrong = 0, first_wrong = 0;
     for (std::size_t i = 0; i < arrays.pages.size(); ++i) {
       if (device_pages[i] == std::byte{arrays.pages[i]}) continue;
@@ -39,6 +54,30 @@ TEST_F(Fp8KvGpuTest, ScalesAndPagesAreTheHosts) {
     EXPECT_EQ(num_wrong, 0U) << what << ": first is byte " << first_wrong << ", "
                              << std::to_integer<int>(device_pages[first_wrong]) << ", expected "
                              << int{arrays.pages[first_wrong]};
+  }
+}
+
+// The trainer's rows are the numbers that the rollout server's cache holds, to the bit.
+TEST_F(Fp8KvGpuTest, RopeAndCacheRoundsAsTheCacheDoes) {
+  for (const auto& [heads, kv_heads, head_dim] : {std::tuple(9, 3, 64), {4, 1, 128}, {3, 1, 6}, {2, 2, 256}, {40, 8, 128}}) {
+    for (const DType dtype : {DType::kBf16, DType::kFp32}) {
+      const std::string what = absl::StrCat(DTypeName(dtype), " ", heads, " / ", kv_heads, " heads of ", head_dim);
+      const QkvRows qkv(dtype, heads, kv_heads, head_dim);
+      const std::vector<float> scales = qkv.Scales();
+      const HostArray empty(dtype, QkvRows::kRows * qkv.width());
+      const DeviceArray product(qkv.product), cosines(qkv.cosines), sines(qkv.sines), rows(empty), rounded(empty);
+      const auto positions = DeviceArray::Of(qkv.positions), device_scales = DeviceArray::Of(scales);
+      const auto run = [&](const DeviceArray& to, const float* kv_scales) {
+        RopeAndCacheParams params = qkv.Params(to.data(), kv_scales);
+        params.qkv = product.floats();
+        params.positions = static_cast<const std::int32_t*>(positions->data());
+        params.cosines = cosines.floats();
+        params.sines = sines.floats();
+        return Fence(RopeAndCache(params, Device::kCuda, stream()), what);
+      };
+      if (!run(rows, nullptr) || !run(rounded, device_scales->floats())) return;
+      qkv.ExpectRoundedAsTheCacheDoes(rows.Read(dtype, what), rounded.Read(dtype, what), scales, what);
+    }
   }
 }
 

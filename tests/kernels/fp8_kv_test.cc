@@ -13,12 +13,63 @@ TEST(Fp8Kv, AScaleIsOfItsHeadAlone) {
     arrays.values.Set(i, 0);
   }
   ASSERT_EQ(MeasureFp8KvScales(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
-  EXPECT_THAT(arrays.scales,
-              ::testing::ElementsAre(7 * kFp8KvMargin / 448, 0.25f * kFp8KvMargin / 448, kFp8KvMargin / 448, kFp8KvMargin / 448));
-  arrays.keys.Set(9, NAN);
+  EXPECT_THAT(arrays.scales, ::testing::ElementsAre(0x1p-4f, 0x1p-8f, 0x1p-6f, 0x1p-6f));
+}
+
+TEST(Fp8Kv, AScaleIsAPowerOfTwoWithRoom) {
+  for (const float largest : {1e-30f, 0.1f, 1.f, 6.99f, 7.f, 7.01f, 333.f, 1e37f}) {
+    int exponent = 0;
+    EXPECT_EQ(std::frexp(Fp8KvScale(largest), &exponent), 0.5f) << largest;
+    EXPECT_GE(Fp8KvScale(largest) * kFp8Max, kFp8KvMargin * (largest * (1 - 0x1p-22f))) << largest;
+    EXPECT_LT(Fp8KvScale(largest) * kFp8Max / 2, kFp8KvMargin * largest) << largest;
+  }
+  EXPECT_EQ(Fp8KvScale(0), Fp8KvScale(1));
+}
+
+// Of a head whose every row is broken there is nothing to measure.
+TEST(Fp8Kv, RowsWithInfinityOrNanDoNotCount) {
+  Fp8KvArrays arrays(2, 8, 3);
+  for (std::int64_t i = 0; i < arrays.keys.count(); ++i) arrays.keys.Set(i, i / 16 == 0 ? 100.f : 0.25f);
+  arrays.keys.Set(9, NAN);             // row 0, head 1
+  arrays.keys.Set(16 + 3, -INFINITY);  // row 1, head 0
   ASSERT_EQ(MeasureFp8KvScales(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
-  EXPECT_FALSE(std::isnan(arrays.scales[0]));
-  EXPECT_TRUE(std::isnan(arrays.scales[1]));
+  EXPECT_EQ(arrays.scales[0], Fp8KvScale(100));
+  EXPECT_EQ(arrays.scales[1], Fp8KvScale(0.25f));
+  for (const std::int64_t row : {1, 2}) arrays.keys.Set(row * 16 + 15, INFINITY);
+  ASSERT_EQ(MeasureFp8KvScales(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
+  EXPECT_EQ(arrays.scales[0], Fp8KvScale(100));
+  EXPECT_TRUE(std::isnan(arrays.scales[1])) << arrays.scales[1];
+}
+
+TEST(Fp8Kv, RowsWithInfinityOrNanGetQueriesOfNan) {
+  Fp8KvArrays arrays(2, 8, 3);
+  arrays.scales.assign(4, 1.f);
+  arrays.keys.Set(9, NAN);
+  arrays.values.Set(2 * 16 + 15, INFINITY);
+  HostArray expected = arrays.queries;
+  for (const std::int64_t row : {0, 2}) expected.Set(row * Fp8KvArrays::kQuerySize, NAN);
+  ASSERT_EQ(StoreFp8Kv(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
+  ExpectClose(arrays.queries, expected, 0, 1e-30, "queries");
+}
+
+TEST(Fp8Kv, RopeAndCacheRoundsAsTheCacheDoes) {
+  for (const DType dtype : {DType::kBf16, DType::kFp32}) {
+    const QkvRows qkv(dtype, 5, 2, 6);
+    const std::vector<float> scales = qkv.Scales();
+    HostArray rows(dtype, QkvRows::kRows * qkv.width()), rounded = rows;
+    ASSERT_EQ(RopeAndCache(qkv.Params(rows.data(), nullptr), Device::kCpu, nullptr), absl::OkStatus());
+    ASSERT_EQ(RopeAndCache(qkv.Params(rounded.data(), scales.data()), Device::kCpu, nullptr), absl::OkStatus());
+    qkv.ExpectRoundedAsTheCacheDoes(rows, rounded, scales, DTypeName(dtype));
+  }
+}
+
+TEST(Fp8Kv, InfinityAndNanAreNotRounded) {
+  EXPECT_EQ(RoundToFp8Kv(INFINITY, 0.5f), INFINITY);
+  EXPECT_EQ(RoundToFp8Kv(-INFINITY, 0.5f), -INFINITY);
+  EXPECT_TRUE(std::isnan(RoundToFp8Kv(NAN, 0.5f)));
+  EXPECT_EQ(RoundToFp8Kv(3e38f, 0.5f), 224);
+  EXPECT_EQ(RoundToFp8Kv(1.06f, 0.5f), 1);
+  EXPECT_EQ(RoundToFp8Kv(1.07f, 0.5f), 1.125f);
 }
 
 TEST(Fp8Kv, CodesLieInTheirPagesAndComeBackWithinTheirRounding) {
