@@ -154,6 +154,11 @@ ArenaScope::~ArenaScope() {
   }
 }
 
+std::uint64_t LargestFreeArenaBytes(Device device) {
+  const std::shared_ptr<ArenaMemory>& memory = CurrentMemory(device);
+  return memory == nullptr ? 0 : memory->largest_free_bytes();
+}
+
 std::uint64_t ArenaScope::used_bytes() const { return memory_->used_bytes(); }
 std::uint64_t ArenaScope::peak_bytes() const { return memory_->peak_bytes(); }
 std::uint64_t ArenaScope::largest_free_bytes() const { return memory_->largest_free_bytes(); }

@@ -42,4 +42,7 @@ class ArenaScope {
   std::shared_ptr<ArenaMemory> outer_;  // of the enclosing scope
 };
 
+// The largest piece that the calling thread's scope on `device` could give now; without a scope 0.
+std::uint64_t LargestFreeArenaBytes(Device device);
+
 }  // namespace tandem

@@ -17,6 +17,14 @@ struct ConvertToBf16Params {
 };
 absl::Status ConvertToBf16(const ConvertToBf16Params& params, void* stream);
 
+// output <- fp32(input).
+struct ConvertToFp32Params {
+  const void* input = nullptr;  // [count] bf16
+  float* output = nullptr;      // [count]
+  std::int64_t count = 0;
+};
+absl::Status ConvertToFp32(const ConvertToFp32Params& params, void* stream);
+
 // y <- y + x, in fp32, rounded once.
 struct AddParams {
   DType dtype = DType::kFp32;  // fp32, bf16

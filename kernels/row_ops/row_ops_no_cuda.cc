@@ -4,6 +4,7 @@
 namespace tandem {
 
 absl::Status ConvertToBf16(const ConvertToBf16Params&, void*) { return BuiltWithoutCuda("conversion to bf16"); }
+absl::Status ConvertToFp32(const ConvertToFp32Params&, void*) { return BuiltWithoutCuda("conversion to fp32"); }
 absl::Status Add(const AddParams&, void*) { return BuiltWithoutCuda("addition"); }
 absl::Status Dropout(const DropoutParams&, void*) { return BuiltWithoutCuda("dropout"); }
 absl::Status SumRows(const SumRowsParams&, void*) { return BuiltWithoutCuda("sum of rows"); }

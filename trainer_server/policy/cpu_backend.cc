@@ -54,10 +54,11 @@ void CpuBackend<T>::SwigluBackward(const Sum*, const T* grad_activated, T* grad_
 }
 
 template <typename T>
-void CpuBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, const Sum*, T* qkv, T* unnormed) {
+void CpuBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, std::int64_t first_row, std::int64_t rows, const Sum*, T* qkv,
+                              T* unnormed) {
   const std::vector<std::int64_t>& positions = plan->batch.positions;
   const std::int64_t q = config_.q_size(), qk = q + config_.kv_size(), head_dim = config_.head_dim;
-  ParallelFor(static_cast<std::int64_t>(positions.size()), kRowGrain, [&](std::int64_t begin, std::int64_t end) {
+  ParallelFor(rows, kRowGrain, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       T* row = qkv + i * qkv_width();
       if (weights.bias != nullptr) ops_->add_scaled(row, weights.bias, qkv_width(), 1);
@@ -66,7 +67,7 @@ void CpuBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, const Sum*, T
         ops_->rms_norm(row, weights.q_norm, row, config_.num_heads, head_dim, epsilon());
         ops_->rms_norm(row + q, weights.k_norm, row + q, config_.num_kv_heads, head_dim, epsilon());
       }
-      const std::int64_t position = positions[static_cast<std::size_t>(i)];
+      const std::int64_t position = positions[static_cast<std::size_t>(first_row + i)];
       ops_->rotate(row, config_.num_heads + config_.num_kv_heads, head_dim, rope_.cosines(position), rope_.sines(position), 1);
     }
   });

@@ -16,9 +16,11 @@
 #include "common/torch/rope_table.h"
 #include "common/torch/vector_ops.h"
 #include "trainer_server/batch/micro_batch.h"
+#include "trainer_server/policy/layer_inputs.h"
 #include "trainer_server/policy/linear_logprob.h"
 #include "trainer_server/policy/network_weights.h"
 #include "trainer_server/policy/packed_attention.h"
+#include "trainer_server/policy/policy_memory.h"
 
 namespace tandem {
 
@@ -29,7 +31,8 @@ class CpuBackend {
   using Sum = T;
   template <typename U>
   using Buffer = tandem::Buffer<U>;
-  static constexpr std::int64_t kMlpRows = 1024;  // rows of one MLP tile: its buffers do not grow with the context
+  using LayerInputs = HostLayerInputs<T>;
+  static constexpr std::int64_t kTileRows = kCpuTileRows;
 
   // A micro-batch as the operations below want it.
   struct Plan {
@@ -42,10 +45,13 @@ class CpuBackend {
       : config_(config), head_(head), ops_(&vector_ops<T>()), rope_(config) {}
 
   std::unique_ptr<Plan> MakePlan(const MicroBatch& batch);
-  template <typename U>
-  void Copy(U* to, const U* from, std::int64_t count) {
-    std::copy_n(from, count, to);
+  // Memory for the layer inputs of a micro-batch of `num_rows`, of which `num_head_rows` are scored with adapters of `rank`.
+  std::unique_ptr<LayerInputs> KeepLayerInputs(std::int64_t num_rows, std::int64_t, std::int64_t) {
+    return std::make_unique<LayerInputs>(config_.num_layers, num_rows * d());
   }
+  void Copy(T* to, const T* from, std::int64_t count) { std::copy_n(from, count, to); }
+  void Round(const Sum* from, T* to, std::int64_t count) { std::copy_n(from, count, to); }  // sums to elements
+  void Widen(const T* from, Sum* to, std::int64_t count) { std::copy_n(from, count, to); }  // elements to sums
   void Zero(Sum* to, std::int64_t count) { std::fill_n(to, count, Sum{0}); }
   // Sums as the products below take them: x itself where they are elements, else rounded into `scratch`, of the same shape.
   Matrix<const T> ToElements(Matrix<const Sum> x, Matrix<T>) { return x; }
@@ -68,8 +74,10 @@ class CpuBackend {
   // grad_gate_up is gate_up where T is Sum, else elsewhere.
   void SwigluBackward(const Sum* gate_up, const T* grad_activated, T* grad_gate_up, std::int64_t rows);
   // Bias, norms of q's and k's heads where the family has them, rotary embedding. `product` is qkv where T is Sum, else
-  // elsewhere. `unnormed` (null: not kept): [rows, q + kv], q and k as they go into the norms.
-  void FinishQkv(Plan* plan, const AfterQkv& weights, const Sum* product, T* qkv, T* unnormed);
+  // elsewhere. `unnormed` (null: not kept): [rows, q + kv], q and k as they go into the norms. The three hold the plan's rows
+  // from `first_row` on.
+  void FinishQkv(Plan* plan, const AfterQkv& weights, std::int64_t first_row, std::int64_t rows, const Sum* product, T* qkv,
+                 T* unnormed);
   // Turns the gradient of what FinishQkv made into that of what it was given. The bias is frozen.
   void FinishQkvBackward(Plan* plan, const AfterQkv& weights, const T* unnormed, T* grad_qkv);
   // See packed_attention.h.

@@ -1,5 +1,8 @@
-// The policy's structure: forward over a packed micro-batch that keeps layer inputs only, backward that recomputes one layer at
-// a time. Base weights are frozen: no gradient of a dense weight is ever formed, and the down projection is not recomputed.
+// The policy's structure: forward over a packed micro-batch that keeps layer inputs only, rounded to elements; backward that
+// recomputes one layer at a time. Base weights are frozen: no gradient of a dense weight is ever formed, and the down projection
+// is not recomputed. Only attention sees all rows at once; everything else goes by tiles of rows (tiled MLP: Arctic Long Sequence
+// Training, 2025, arXiv 2506.13996, section 3.3), so that what is live of a row beside the layer inputs is its residual gradient,
+// q, k, v and the attention output with their gradients.
 //
 // The arithmetic and the memory that it works on are a Backend's: CpuBackend (cpu_backend.h, which tells what each operation
 // does) or CudaBackend (cuda_backend.h). The residual stream, its gradient, what the forward's products give, and sums over rows
@@ -11,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <type_traits>
 
 #include "common/model/model_config.h"
 #include "common/torch/matrix.h"
@@ -28,6 +32,7 @@ class PolicyNetwork {
   template <typename U>
   using Buffer = typename Backend::template Buffer<U>;
   using Plan = typename Backend::Plan;  // a micro-batch as the backend's operations want it
+  using LayerInputs = typename Backend::LayerInputs;
   using Lora = LoraSet<T, Sum>;
 
   PolicyNetwork(const ModelConfig& config, NetworkWeights<T> weights, Backend backend);
@@ -49,46 +54,61 @@ class PolicyNetwork {
     std::unique_ptr<Plan> plan;
     const Lora* lora = nullptr;
     LoraDropout dropout;
-    Buffer<Sum> layer_inputs;  // [num_layers, num_rows, d]
-    Buffer<Sum> hidden;        // [num_rows, d], before the final norm
-    Buffer<T> head_input;      // [head rows, d]; two-pass head only
-    Buffer<T> unit_gradient;   // [head rows, d]; one-pass head only
+    std::unique_ptr<LayerInputs> layer_inputs;
+    Buffer<Sum> hidden;       // [num_rows, d], before the final norm
+    Buffer<T> head_input;     // [head rows, d]; two-pass head only
+    Buffer<T> unit_gradient;  // [head rows, d]; one-pass head only
     LinearLogprobs logprobs;
   };
-  struct Workspace;  // buffers of one layer
-  struct Pass {      // what all layers of one pass share
+  struct Workspace;
+  struct Tile;
+  struct LayerValues;
+  struct Pass {  // what all layers of one pass share
     Plan* plan;
     std::int64_t num_rows;
     const Lora* lora;  // null: none
     LoraDropout dropout;
     Workspace* workspace;
+    bool is_backward = false;
   };
   struct Linear {  // one fused dense layer: its kinds lie side by side in y's columns
     int layer;
-    const LinearWeight<T>& weight;
+    Matrix<const T> weight;
     std::span<const LinearKind> kinds;
-    std::int64_t first_row = 0;  // of x in the micro-batch
+    std::int64_t first_row;  // of x in the micro-batch
   };
+  static constexpr bool kHasSeparateSums = !std::is_same_v<T, Sum>;
 
   std::int64_t d() const { return config_.hidden_size; }
   std::int64_t f() const { return config_.intermediate_size; }
   std::int64_t qkv_width() const { return config_.q_size() + 2 * config_.kv_size(); }
-  // Runs all layers on `hidden`; layer inputs are copied to `layer_inputs` unless that is null.
-  void ForwardLayers(const Pass& pass, Buffer<Sum>* hidden, Sum* layer_inputs);
-  // hidden += attention(norm(hidden)); leaves normed, qkv, attention and lse in the workspace.
-  void ForwardAttention(const Pass& pass, int layer, Sum* hidden);
-  void ForwardMlp(const Pass& pass, int layer, Sum* hidden);
+  // Calls on_tile(first, rows) for each tile of the pass's rows.
+  template <typename OnTile>
+  static void ForEachTile(const Pass& pass, OnTile on_tile);
+  // Makes values of the layer's codes in the workspace, once for all tiles.
+  LayerValues ValuesOf(const Pass& pass, int layer);
+  // Runs all layers on `hidden`; layer inputs go to `inputs` unless that is null.
+  void ForwardLayers(const Pass& pass, Buffer<Sum>* hidden, LayerInputs* inputs);
+  // rows_at(first, rows, scratch): the layer's input, in scratch [rows, d] where it has to be made. Leaves qkv, attention and lse
+  // in the workspace.
+  template <typename RowsAt>
+  void ForwardAttention(const Pass& pass, int layer, const LayerValues& values, RowsAt rows_at);
+  static Matrix<Sum> QkvProduct(const Tile& tile, Matrix<T> qkv);
+  // x += the output projection of the attention's rows from `first` on.
+  void AddAttention(const Pass& pass, const Tile& tile, int layer, const LayerValues& values, std::int64_t first, Matrix<Sum> x);
+  // hidden += output projection of attention; hidden += mlp(norm(hidden)).
+  void ForwardMlp(const Pass& pass, int layer, const LayerValues& values, Sum* hidden);
   // `grad`: dL/d(layer output) in, dL/d(layer input) out.
-  void BackwardLayer(const Pass& pass, int layer, const Sum* input, Sum* grad);
-  void BackwardMlp(const Pass& pass, int layer, const Sum* middle, Sum* grad);
-  void BackwardAttention(const Pass& pass, int layer, const Sum* input, Sum* grad);
+  void BackwardLayer(const Pass& pass, int layer, const T* input, Sum* grad);
+  void BackwardMlp(const Pass& pass, int layer, const LayerValues& values, const T* input, Sum* grad);
+  void BackwardAttention(const Pass& pass, int layer, const LayerValues& values, const T* input, Sum* grad);
   // y = beta y + x W^T + adapters.
-  void ForwardLinear(const Pass& pass, const Linear& linear, Matrix<const T> x, Matrix<Sum> y, double beta);
+  void ForwardLinear(const Pass& pass, const Tile& tile, const Linear& linear, Matrix<const T> x, Matrix<Sum> y, double beta);
   // grad_x = grad_y W + adapters' part; adds the adapters' gradients. `needs_grad_x` false: gradients of adapters only.
-  void BackwardLinear(const Pass& pass, const Linear& linear, Matrix<const T> x, Matrix<const T> grad_y, Matrix<T> grad_x,
-                      bool needs_grad_x);
+  void BackwardLinear(const Pass& pass, const Tile& tile, const Linear& linear, Matrix<const T> x, Matrix<const T> grad_y,
+                      Matrix<T> grad_x, bool needs_grad_x);
   // x as the adapter of (layer, kind) sees it.
-  Matrix<const T> Dropped(const Pass& pass, const Linear& linear, LinearKind kind, Matrix<const T> x);
+  Matrix<const T> Dropped(const Pass& pass, const Tile& tile, const Linear& linear, LinearKind kind, Matrix<const T> x);
   void MultiplyByDropoutMask(const LoraDropout& dropout, const Linear& linear, LinearKind kind, Matrix<T> x);
   Buffer<T> GatherHeadInput(Plan* plan, std::int64_t num_head_rows, const Sum* hidden);
 

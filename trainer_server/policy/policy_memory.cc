@@ -1,0 +1,66 @@
+#include "trainer_server/policy/policy_memory.h"
+
+#include <algorithm>
+
+namespace tandem {
+namespace {
+
+constexpr std::int64_t kSumBytes = 4;
+constexpr std::int64_t kHeadRows = 1024;
+constexpr std::int64_t kHeadColumns = 16384;
+constexpr std::int64_t kHeadStateBytes = 64;  // at least a TokenLogprobState
+constexpr std::int64_t kIndexArrays = 16;     // of 4 bytes a row: tokens, positions, head rows, ranges of attention
+
+std::uint64_t Unsigned(std::int64_t bytes) { return static_cast<std::uint64_t>(bytes); }
+
+}  // namespace
+
+HeadTile ChooseHeadTile(const ModelConfig& config, std::int64_t element_bytes, std::int64_t logit_chunk,
+                        std::int64_t num_head_rows) {
+  HeadTile tile;
+  tile.columns = std::min<std::int64_t>(config.vocab_size, kHeadColumns);
+  const std::int64_t row_bytes = tile.columns * (kSumBytes + element_bytes) + config.hidden_size * kSumBytes + kHeadStateBytes;
+  const std::int64_t wanted =
+      std::min(logit_chunk > 0 ? logit_chunk : kHeadRows, static_cast<std::int64_t>(kMaxHeadScratchBytes) / row_bytes);
+  tile.rows = std::max<std::int64_t>(std::min(wanted, num_head_rows), 1);
+  tile.scratch_bytes = Unsigned(tile.rows * row_bytes);
+  return tile;
+}
+
+PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, int rank, std::int64_t rows,
+                              std::int64_t head_rows) {
+  const std::int64_t element = format == StorageFormat::kFp32 ? kSumBytes : 2;
+  const std::int64_t d = config.hidden_size, f = config.intermediate_size, q = config.q_size(), kv = config.kv_size();
+  const std::int64_t qkv = q + 2 * kv;
+  const std::int64_t layer_weights = d * qkv + q * d + d * 2 * f + f * d;
+  const std::int64_t adapter_elements = config.num_layers * rank * ((d + q) + 2 * (d + kv) + (q + d) + 2 * (d + f) + (f + d));
+
+  // The whole pass: indices, the rotary tables, the adapter as elements.
+  const std::int64_t standing =
+      4 * kIndexArrays * rows + 4 * config.head_dim * rows + (element == kSumBytes ? 0 : element * adapter_elements);
+  // All rows at once.
+  const std::int64_t residual = kSumBytes * d * rows;  // hidden, or its gradient
+  const std::int64_t forward_rows = (element * (qkv + q) + kSumBytes * config.num_heads) * rows;
+  const std::int64_t unnormed = config.has_qk_norm ? element * (q + kv) * rows : 0;
+  const std::int64_t attention_gradients = element * (q + qkv) * rows;
+  const std::int64_t values = IsQuantized(format) ? element * layer_weights : 0;
+  // One tile.
+  const std::int64_t tile_rows = std::min(rows, kCudaTileRows), separate = element == kSumBytes ? 0 : 1;
+  const std::int64_t forward_tile = element * (d + f + rank) + kSumBytes * 2 * f;
+  const std::int64_t backward_tile = element * (2 * d + 2 * f + separate * 2 * f + 2 * rank) + kSumBytes * (d + 2 * f);
+
+  const std::int64_t forward = residual + forward_rows + values + tile_rows * forward_tile;
+  const std::int64_t head = residual + element * d * head_rows + 24 * head_rows +
+                            static_cast<std::int64_t>(ChooseHeadTile(config, element, 0, head_rows).scratch_bytes);
+  const std::int64_t head_gradient = 2 * residual + element * d * (head_rows + std::min(rows, head_rows));
+  const std::int64_t backward = residual + forward_rows + unnormed + values;
+  const std::int64_t mlp_backward = backward + tile_rows * backward_tile;
+  const std::int64_t attention_backward = backward + attention_gradients;
+
+  PolicyMemory memory;
+  memory.working_bytes = Unsigned(standing + std::max({forward, head, head_gradient, mlp_backward, attention_backward}));
+  memory.layer_input_bytes = Unsigned(element * d * rows);
+  return memory;
+}
+
+}  // namespace tandem

@@ -1,0 +1,40 @@
+// What a policy's pass takes of the leased arena, from shapes alone: the network's buffers (policy_network.inc), added up stage
+// by stage as they live. The memory plan proves a job with it, and the pass itself sizes by it how many layer inputs stay on the
+// device. Pure; thread-safe.
+#pragma once
+
+#include <cstdint>
+
+#include "common/model/model_config.h"
+#include "common/model/weight_layout.h"
+
+namespace tandem {
+
+// Rows of one tile of everything but attention: its buffers do not grow with the context.
+inline constexpr std::int64_t kCpuTileRows = 1024;
+inline constexpr std::int64_t kCudaTileRows = 2048;
+
+// Rows and columns of one tile of logits.
+struct HeadTile {
+  std::int64_t rows = 0;
+  std::int64_t columns = 0;
+  std::uint64_t scratch_bytes = 0;  // at most kMaxHeadScratchBytes unless one row takes more
+};
+inline constexpr std::uint64_t kMaxHeadScratchBytes = std::uint64_t{256} << 20;
+// `logit_chunk`: rows at most, 0: chosen. Products and the gradient's sums are fp32, the tile's gradient is of `element_bytes`.
+HeadTile ChooseHeadTile(const ModelConfig& config, std::int64_t element_bytes, std::int64_t logit_chunk,
+                        std::int64_t num_head_rows);
+
+// Fewest layer inputs on the device: one is computed with while the next is on its way.
+inline constexpr std::int64_t kMinLayerInputSlots = 2;
+
+struct PolicyMemory {
+  std::uint64_t working_bytes = 0;      // peak of one Forward and Backward on the GPU, without layer inputs
+  std::uint64_t layer_input_bytes = 0;  // of one layer
+};
+// A micro-batch of `rows` rows of which `head_rows` are scored, adapters of `rank` on all linear layers. Nothing here grows with
+// the group: micro-batches are counted one at a time.
+PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, int rank, std::int64_t rows,
+                              std::int64_t head_rows);
+
+}  // namespace tandem
