@@ -11,7 +11,9 @@ absl::Status Embedding(const EmbeddingParams& params, Device device, void* strea
   if (device == Device::kCuda) return internal::EmbeddingCuda(params, stream);
   VisitElementType(params.dtype, [&]<typename T>(T) {
     for (std::int64_t row = 0; row < params.num_rows; ++row) {
-      const T* from = static_cast<const T*>(params.table) + params.token_ids[row] * params.width;
+      const std::uint32_t* place = params.token_places == nullptr ? nullptr : params.token_places[row];
+      const std::int64_t token_id = place == nullptr ? params.token_ids[row] : *place;
+      const T* from = static_cast<const T*>(params.table) + token_id * params.width;
       for (std::int64_t i = 0; i < params.width; ++i) params.output[row * params.width + i] = ToFloat(from[i]);
     }
   });

@@ -11,12 +11,15 @@ namespace {
 
 template <typename T, int kCount>
 __global__ void EmbeddingKernel(const T* __restrict__ table, const std::uint32_t* __restrict__ token_ids,
-                                float* __restrict__ output, std::int64_t width, unsigned blocks_per_row) {
+                                const std::uint32_t* const* __restrict__ token_places, float* __restrict__ output,
+                                std::int64_t width, unsigned blocks_per_row) {
   const RowPlace place = PlaceInRow(blocks_per_row);
   const std::int64_t i = place.packet * kCount;
   if (i >= width) return;
+  const std::uint32_t* const token_place = token_places == nullptr ? nullptr : token_places[place.row];
+  const std::int64_t token_id = token_place == nullptr ? token_ids[place.row] : *token_place;
   float values[kCount];
-  LoadFloats(table + static_cast<std::int64_t>(token_ids[place.row]) * width + i, values);
+  LoadFloats(table + token_id * width + i, values);
   StoreFloats(output + place.row * width + i, values);
 }
 
@@ -30,7 +33,8 @@ absl::Status EmbeddingCuda(const EmbeddingParams& params, void* stream) {
   VisitPacketType(params.dtype, is_aligned, [&]<typename T, int kCount>() {
     const RowGrid grid = RowGridFor(params.num_rows, params.width / kCount);
     EmbeddingKernel<T, kCount><<<grid.blocks, grid.threads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const T*>(params.table), params.token_ids, params.output, params.width, grid.blocks_per_row);
+        static_cast<const T*>(params.table), params.token_ids, params.token_places, params.output, params.width,
+        grid.blocks_per_row);
   });
   return CudaToStatus(cudaGetLastError(), "embedding launch");
 }

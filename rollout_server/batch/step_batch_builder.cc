@@ -19,7 +19,7 @@ std::int32_t AdapterIndex(const std::optional<AdapterView>& adapter, std::vector
 }  // namespace
 
 StepBatch BuildStepBatch(const StepPlan& plan, const Scheduler& scheduler, int block_tokens,
-                         const std::function<std::optional<AdapterView>(const Sequence&)>& adapter_of) {
+                         const std::function<SequenceInputs(const Sequence&)>& inputs_of) {
   StepBatch batch;
   batch.token_ids.reserve(plan.num_tokens);
   batch.positions.reserve(plan.num_tokens);
@@ -27,6 +27,7 @@ StepBatch BuildStepBatch(const StepPlan& plan, const Scheduler& scheduler, int b
   batch.cu_query_lens.push_back(0);
   for (const PlannedSequence& planned : plan.sequences) {
     const Sequence& sequence = scheduler.sequence(planned.id);
+    const SequenceInputs inputs = inputs_of(sequence);
     const std::uint32_t end = planned.begin + planned.num_tokens;
     for (std::uint32_t position = planned.begin; position < end; ++position) {
       batch.token_ids.push_back(sequence.TokenAt(position));
@@ -35,12 +36,16 @@ StepBatch BuildStepBatch(const StepPlan& plan, const Scheduler& scheduler, int b
                                    position % block_tokens);
     }
     const auto num_tokens = static_cast<std::int32_t>(batch.token_ids.size());
+    if (inputs.last_token_place != nullptr && end == sequence.num_tokens()) {
+      batch.token_places.resize(plan.num_tokens);
+      batch.token_places[static_cast<std::size_t>(num_tokens - 1)] = inputs.last_token_place;
+    }
     batch.cu_query_lens.push_back(num_tokens);
     batch.context_lens.push_back(static_cast<std::int32_t>(end));
     const std::size_t num_blocks = (end + block_tokens - 1) / block_tokens;
     batch.block_tables.emplace_back(sequence.block_table.begin(), sequence.block_table.begin() + num_blocks);
     if (planned.draws) batch.logit_rows.push_back(num_tokens - 1);
-    batch.adapter_of.push_back(AdapterIndex(adapter_of(sequence), &batch.adapters));
+    batch.adapter_of.push_back(AdapterIndex(inputs.adapter, &batch.adapters));
   }
   return batch;
 }

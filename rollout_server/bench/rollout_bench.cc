@@ -1,13 +1,17 @@
 // tandem_rollout_bench: decode on the GPU by the rollout server's model and sampler, without engine and RPC: prefill, then steps
-// at the first, the middle and the last context length of a case, whose time grows linearly with the context between them.
-// Weights are random; speed does not depend on their values. Prints ms a step, tokens a second over the whole case, bytes that a
-// step has to read, and the share of the read sweep that the same run measured.
+// at the first, the middle and the last context length of a case, whose time grows linearly with the context between them. As in
+// the engine a step is handed over before the tokens of the one before are collected. Weights are random; speed does not depend
+// on their values. Prints ms a step, tokens a second over the whole case, bytes that a step has to read, and the share of the
+// read sweep that the same run measured. Then, of steps at the middle context that are not captured as graphs, the ms of each
+// kernel family, and what it has to read.
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
 #include <memory>
+#include <numeric>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,6 +23,7 @@
 #include "common/model/random_model_source.h"
 #include "common/model/weight_codecs.h"
 #include "rollout_server/bench/bench_memory.h"
+#include "rollout_server/bench/part_times.h"
 #include "rollout_server/bench/read_sweep.h"
 #include "rollout_server/model/decoder_model.h"
 #include "rollout_server/sample/sampler.h"
@@ -30,6 +35,7 @@ ABSL_FLAG(std::string, kv_cache_dtype, "bf16", "bf16 or fp8");
 ABSL_FLAG(int, rank, 0, "rank of an adapter on all linear layers; 0: none");
 ABSL_FLAG(int, steps, 24, "timed steps at each context length");
 ABSL_FLAG(double, top_p, 1, "of the sampler");
+ABSL_FLAG(bool, in_turn, false, "collect a step's tokens before the next step is handed over");
 ABSL_FLAG(bool, json, false, "one line of JSON a case instead of a table");
 
 namespace tandem {
@@ -67,6 +73,15 @@ class Sequences {
   }
   int num_blocks() const { return num_blocks_; }
 
+  // The token at `context - 1` of every sequence, which `before` draws.
+  StepBatch Decode(int context, std::uint32_t vocab_size, std::optional<AdapterView> adapter,
+                   const std::optional<PendingDraw>& before) const {
+    StepBatch batch = Step(0, case_.sequences, context - 1, context, vocab_size, adapter);
+    if (!before.has_value()) return batch;
+    for (std::int64_t row = 0; row < case_.sequences; ++row) batch.token_places.push_back(before->place(row));
+    return batch;
+  }
+
   // Tokens [begin, end) of sequences [first, last).
   StepBatch Step(int first, int last, int begin, int end, std::uint32_t vocab_size, std::optional<AdapterView> adapter) const {
     StepBatch batch;
@@ -100,34 +115,73 @@ class Sequences {
 struct Bench {
   ModelConfig config;
   WeightLayout layout;
-  DecoderModel* model = nullptr;
+  DecoderModelOptions options;
+  std::span<std::byte> weights, cache;
+  std::unique_ptr<DecoderModel> model;
   Sampler* sampler = nullptr;
   std::optional<AdapterView> adapter;
   double sweep_bytes_per_second = 0;
+
+  // Captures its steps, or tells `parts` about each.
+  absl::Status MakeModel(PartTimes* parts) {
+    model.reset();
+    options.on_part = {};
+    if (parts != nullptr) {
+      options.on_part = [parts](StepPart part, void* stream) {
+        parts->Begin(part == StepPart::kLinear      ? BenchPart::kLinear
+                     : part == StepPart::kAttention ? BenchPart::kAttention
+                     : part == StepPart::kHead      ? BenchPart::kHead
+                                                    : BenchPart::kElementwise,
+                     stream);
+      };
+    }
+    TANDEM_ASSIGN_OR_RETURN(model, DecoderModel::Create(config, layout, weights.data(), cache, options));
+    return absl::OkStatus();
+  }
+  std::uint32_t vocab_size() const { return static_cast<std::uint32_t>(config.vocab_size); }
 };
 
-absl::Status RunStep(const Bench& bench, const StepBatch& batch, std::uint32_t position, const SamplingParams& params) {
+absl::StatusOr<PendingDraw> StartStep(const Bench& bench, const StepBatch& batch, std::uint32_t position,
+                                      const SamplingParams& params, PartTimes* parts) {
   TANDEM_ASSIGN_OR_RETURN(const Logits logits, bench.model->Run(batch));
   std::vector<DrawInput> inputs;
   for (std::size_t row = 0; row < batch.logit_rows.size(); ++row) {
     inputs.push_back({.params = &params, .seed = row, .position = position});
   }
-  for (const absl::StatusOr<DrawnToken>& drawn : bench.sampler->Draw(logits, inputs)) TANDEM_RETURN_IF_ERROR(drawn.status());
+  if (parts != nullptr) parts->Begin(BenchPart::kSampling, logits.stream);
+  absl::StatusOr<PendingDraw> draw = bench.sampler->Start(logits, inputs);
+  if (parts != nullptr) parts->Begin(BenchPart::kHostGap, logits.stream);
+  return draw;
+}
+
+absl::Status FinishStep(const Bench& bench, const PendingDraw& draw) {
+  for (const absl::StatusOr<DrawnToken>& drawn : bench.sampler->Collect(draw)) TANDEM_RETURN_IF_ERROR(drawn.status());
   return absl::OkStatus();
 }
 
+constexpr int kWarmUpSteps = 4;  // as it is, capture, replay
+
 // Seconds of one step that draws the token at `context`, the median.
-absl::StatusOr<double> TimeSteps(const Bench& bench, const Case& c, const Sequences& sequences, int context,
-                                 const SamplingParams& params) {
-  constexpr int kWarmUp = 4;  // as it is, capture, replay
+absl::StatusOr<double> TimeSteps(const Bench& bench, const Sequences& sequences, int context, const SamplingParams& params,
+                                 PartTimes* parts) {
   std::vector<double> seconds;
-  for (int i = 0; i < kWarmUp + absl::GetFlag(FLAGS_steps); ++i) {
-    const absl::Time begin = absl::Now();
-    const StepBatch batch =
-        sequences.Step(0, c.sequences, context - 1, context, static_cast<std::uint32_t>(bench.config.vocab_size), bench.adapter);
-    TANDEM_RETURN_IF_ERROR(RunStep(bench, batch, static_cast<std::uint32_t>(i), params));
-    if (i >= kWarmUp) seconds.push_back(absl::ToDoubleSeconds(absl::Now() - begin));
+  std::optional<PendingDraw> under_way;
+  absl::Time finished = absl::Now();
+  for (int i = 0; i < kWarmUpSteps + absl::GetFlag(FLAGS_steps); ++i) {
+    if (i == kWarmUpSteps && parts != nullptr) parts->Restart();
+    const StepBatch batch = sequences.Decode(context, bench.vocab_size(), bench.adapter, under_way);
+    TANDEM_ASSIGN_OR_RETURN(const PendingDraw next, StartStep(bench, batch, static_cast<std::uint32_t>(i), params, parts));
+    if (under_way.has_value()) TANDEM_RETURN_IF_ERROR(FinishStep(bench, *under_way));
+    under_way = next;
+    if (absl::GetFlag(FLAGS_in_turn)) {
+      TANDEM_RETURN_IF_ERROR(FinishStep(bench, next));
+      under_way.reset();
+    }
+    const absl::Time now = absl::Now();
+    if (i >= kWarmUpSteps) seconds.push_back(absl::ToDoubleSeconds(now - finished));
+    finished = now;
   }
+  if (under_way.has_value()) TANDEM_RETURN_IF_ERROR(FinishStep(bench, *under_way));
   std::sort(seconds.begin(), seconds.end());
   return seconds[seconds.size() / 2];
 }
@@ -136,52 +190,84 @@ absl::StatusOr<double> TimePrefill(const Bench& bench, const Case& c, const Sequ
   const int prefilled = c.is_prompt_shared ? 1 : c.sequences, at_once = std::max(1, kMaxBatchTokens / c.prompt);
   const absl::Time begin = absl::Now();
   for (int first = 0; first < prefilled; first += at_once) {
-    const StepBatch batch = sequences.Step(first, std::min(first + at_once, prefilled), 0, c.prompt,
-                                           static_cast<std::uint32_t>(bench.config.vocab_size), bench.adapter);
-    TANDEM_RETURN_IF_ERROR(RunStep(bench, batch, 0, params));
+    const StepBatch batch =
+        sequences.Step(first, std::min(first + at_once, prefilled), 0, c.prompt, bench.vocab_size(), bench.adapter);
+    TANDEM_ASSIGN_OR_RETURN(const PendingDraw draw, StartStep(bench, batch, 0, params, nullptr));
+    TANDEM_RETURN_IF_ERROR(FinishStep(bench, draw));
   }
   return absl::ToDoubleSeconds(absl::Now() - begin);
 }
 
-absl::Status RunCase(const Bench& bench, const Case& c, const Sequences& sequences) {
+// Milliseconds a step at the middle context, by part; warm-up steps, which Restart forgets, are none of them.
+absl::StatusOr<std::array<double, kNumBenchParts>> TimeParts(Bench* bench, const Case& c, const Sequences& sequences,
+                                                             const SamplingParams& params) {
+  PartTimes parts;
+  TANDEM_RETURN_IF_ERROR(bench->MakeModel(&parts));
+  TANDEM_RETURN_IF_ERROR(TimeSteps(*bench, sequences, c.prompt + c.tokens / 2, params, &parts).status());
+  TANDEM_ASSIGN_OR_RETURN(auto milliseconds, parts.Milliseconds());
+  for (double& part : milliseconds) part /= absl::GetFlag(FLAGS_steps);
+  TANDEM_RETURN_IF_ERROR(bench->MakeModel(nullptr));
+  return milliseconds;
+}
+
+// Read each step: every weight but an embedding that is not the head, the adapter, and the keys and values of all contexts.
+std::array<double, kNumBenchParts> BytesOfParts(const Bench& bench, const Case& c) {
+  const WeightLayout& layout = bench.layout;
+  const std::uint64_t embedding_bytes = bench.config.is_embedding_tied ? 0 : layout.embedding.size_bytes;
+  const std::uint64_t adapter_bytes = bench.adapter.has_value() ? bench.adapter->layout->num_parameters * 2 : 0;
+  const double token_bytes = static_cast<double>(DecoderModel::BlockBytes(bench.config, 1, KvDType()));
+  std::array<double, kNumBenchParts> bytes = {};
+  bytes[static_cast<std::size_t>(BenchPart::kLinear)] =
+      static_cast<double>(layout.total_bytes - embedding_bytes - layout.head.size_bytes + adapter_bytes);
+  bytes[static_cast<std::size_t>(BenchPart::kHead)] = static_cast<double>(layout.head.size_bytes);
+  bytes[static_cast<std::size_t>(BenchPart::kAttention)] = token_bytes * c.sequences * (c.prompt + c.tokens / 2.0);
+  return bytes;
+}
+
+absl::Status RunCase(Bench* bench, const Case& c, const Sequences& sequences) {
   SamplingParams params;
   params.top_p = absl::GetFlag(FLAGS_top_p);
-  TANDEM_RETURN_IF_ERROR(TimePrefill(bench, c, sequences, params).status());  // the products choose their algorithms
-  TANDEM_ASSIGN_OR_RETURN(const double prefill_seconds, TimePrefill(bench, c, sequences, params));
+  TANDEM_RETURN_IF_ERROR(TimePrefill(*bench, c, sequences, params).status());  // the products choose their algorithms
+  TANDEM_ASSIGN_OR_RETURN(const double prefill_seconds, TimePrefill(*bench, c, sequences, params));
   const std::array<int, 3> contexts = {c.prompt + 1, c.prompt + c.tokens / 2, c.prompt + c.tokens};
   std::array<double, 3> step_seconds = {};
   for (std::size_t i = 0; i < contexts.size(); ++i) {
-    TANDEM_ASSIGN_OR_RETURN(step_seconds[i], TimeSteps(bench, c, sequences, contexts[i], params));
+    TANDEM_ASSIGN_OR_RETURN(step_seconds[i], TimeSteps(*bench, sequences, contexts[i], params, nullptr));
   }
+  TANDEM_ASSIGN_OR_RETURN(const auto part_ms, TimeParts(bench, c, sequences, params));
   const double mean_seconds = (step_seconds[0] + 4 * step_seconds[1] + step_seconds[2]) / 6;  // Simpson
   const double total_seconds = prefill_seconds + mean_seconds * c.tokens;
   const double tokens_per_second = c.sequences * c.tokens / total_seconds;
-  // Read each step: every weight but an embedding that is not the head, the adapter, and the keys and values of all contexts.
-  const WeightLayout& layout = bench.layout;
-  const double weight_bytes =
-      static_cast<double>(layout.total_bytes - (bench.config.is_embedding_tied ? 0 : layout.embedding.size_bytes));
-  const double adapter_bytes = bench.adapter.has_value() ? static_cast<double>(bench.adapter->layout->num_parameters) * 2 : 0;
-  const double token_bytes = static_cast<double>(DecoderModel::BlockBytes(bench.config, 1, KvDType()));
-  const double kv_bytes = token_bytes * c.sequences * (c.prompt + c.tokens / 2.0);
-  const double step_bytes = weight_bytes + adapter_bytes + kv_bytes;
-  const double floor_seconds = step_bytes / bench.sweep_bytes_per_second;
+  const auto part_bytes = BytesOfParts(*bench, c);
+  const double step_bytes = std::accumulate(part_bytes.begin(), part_bytes.end(), 0.0);
+  const double floor_seconds = step_bytes / bench->sweep_bytes_per_second;
+  const auto share = [&](std::size_t part) { return part_bytes[part] / bench->sweep_bytes_per_second / (part_ms[part] * 1e-3); };
   if (absl::GetFlag(FLAGS_json)) {
     std::printf(
-        "{\"bench\":\"rollout\",\"model\":\"%s\",\"case\":\"%s\",\"weights\":\"%s\",\"kv\":\"%s\",\"rank\":%d,\"sequences\":%"
-        "d,"
-        "\"prompt\":%d,\"tokens\":%d,\"prefill_seconds\":%.4f,\"step_ms_first\":%.4f,\"step_ms_middle\":%.4f,\"step_ms_last\":%."
-        "4f,"
-        "\"step_ms_mean\":%.4f,\"tokens_per_second\":%.1f,\"step_bytes\":%.0f,\"sweep_bytes_per_second\":%.4g,\"floor_ms\":%.4f,"
-        "\"share_of_sweep\":%.4f}\n",
-        bench.config.name.c_str(), c.name.c_str(), StorageFormatName(layout.format), absl::GetFlag(FLAGS_kv_cache_dtype).c_str(),
-        absl::GetFlag(FLAGS_rank), c.sequences, c.prompt, c.tokens, prefill_seconds, step_seconds[0] * 1e3, step_seconds[1] * 1e3,
-        step_seconds[2] * 1e3, mean_seconds * 1e3, tokens_per_second, step_bytes, bench.sweep_bytes_per_second,
+        "{\"bench\":\"rollout\",\"model\":\"%s\",\"case\":\"%s\",\"weights\":\"%s\",\"kv\":\"%s\",\"rank\":%d,"
+        "\"sequences\":%d,\"prompt\":%d,\"tokens\":%d,\"in_turn\":%s,\"prefill_seconds\":%.4f,\"step_ms_first\":%.4f,"
+        "\"step_ms_middle\":%.4f,\"step_ms_last\":%.4f,\"step_ms_mean\":%.4f,\"tokens_per_second\":%.1f,\"step_bytes\":%.0f,"
+        "\"sweep_bytes_per_second\":%.4g,\"floor_ms\":%.4f,\"share_of_sweep\":%.4f,\"parts\":{",
+        bench->config.name.c_str(), c.name.c_str(), StorageFormatName(bench->layout.format),
+        absl::GetFlag(FLAGS_kv_cache_dtype).c_str(), absl::GetFlag(FLAGS_rank), c.sequences, c.prompt, c.tokens,
+        absl::GetFlag(FLAGS_in_turn) ? "true" : "false", prefill_seconds, step_seconds[0] * 1e3, step_seconds[1] * 1e3,
+        step_seconds[2] * 1e3, mean_seconds * 1e3, tokens_per_second, step_bytes, bench->sweep_bytes_per_second,
         floor_seconds * 1e3, floor_seconds / mean_seconds);
+    for (std::size_t part = 0; part < kNumBenchParts; ++part) {
+      std::printf("%s\"%s\":{\"ms\":%.4f,\"bytes\":%.0f,\"share_of_sweep\":%.4f}", part == 0 ? "" : ",", kBenchPartNames[part],
+                  part_ms[part], part_bytes[part], part_bytes[part] == 0 ? 0 : share(part));
+    }
+    std::printf("}}\n");
   } else {
     std::printf("%-4s %9d %6d + %-5d %8.3f s %7.2f %7.2f %7.2f ms %9.0f %8.2f GB %7.2f ms %6.1f %%\n", c.name.c_str(),
                 c.sequences, c.prompt, c.tokens, prefill_seconds, step_seconds[0] * 1e3, step_seconds[1] * 1e3,
                 step_seconds[2] * 1e3, tokens_per_second, step_bytes * 1e-9, floor_seconds * 1e3,
                 100 * floor_seconds / mean_seconds);
+    for (std::size_t part = 0; part < kNumBenchParts; ++part) {
+      std::printf("     %-12s %7.3f ms", kBenchPartNames[part], part_ms[part]);
+      if (part_bytes[part] > 0) std::printf(" %8.2f GB %6.1f %% of sweep", part_bytes[part] * 1e-9, 100 * share(part));
+      std::printf("\n");
+    }
   }
   std::fflush(stdout);
   return absl::OkStatus();
@@ -216,26 +302,25 @@ absl::Status RunBench() {
   TANDEM_ASSIGN_OR_RETURN(const auto weights, BenchMemory::Create(Device::kCuda, bench.layout.total_bytes));
   TANDEM_RETURN_IF_ERROR(weights->Fill(pattern.data(), pattern.size() * sizeof(pattern[0])));
 
-  DecoderModelOptions options;
-  options.device = Device::kCuda;
-  options.weight_format = bench.layout.format;
-  options.kv_dtype = KvDType();
-  options.block_tokens = kBlockTokens;
-  options.num_blocks = num_blocks;
-  options.max_batch_tokens = kMaxBatchTokens;
-  options.max_adapters = absl::GetFlag(FLAGS_rank) > 0 ? 1 : 0;
-  options.max_adapter_rank = absl::GetFlag(FLAGS_rank);
+  bench.options.device = Device::kCuda;
+  bench.options.weight_format = bench.layout.format;
+  bench.options.kv_dtype = KvDType();
+  bench.options.block_tokens = kBlockTokens;
+  bench.options.num_blocks = num_blocks;
+  bench.options.max_batch_tokens = kMaxBatchTokens;
+  bench.options.max_adapters = absl::GetFlag(FLAGS_rank) > 0 ? 1 : 0;
+  bench.options.max_adapter_rank = absl::GetFlag(FLAGS_rank);
   TANDEM_ASSIGN_OR_RETURN(const auto workspace,
-                          BenchMemory::Create(Device::kCuda, DecoderModel::WorkspaceBytes(bench.config, options)));
-  options.workspace = workspace->span();
+                          BenchMemory::Create(Device::kCuda, DecoderModel::WorkspaceBytes(bench.config, bench.options)));
+  bench.options.workspace = workspace->span();
   TANDEM_ASSIGN_OR_RETURN(
       const auto cache, BenchMemory::Create(Device::kCuda, static_cast<std::uint64_t>(num_blocks) *
                                                                DecoderModel::BlockBytes(bench.config, kBlockTokens, KvDType())));
-  TANDEM_ASSIGN_OR_RETURN(const auto model,
-                          DecoderModel::Create(bench.config, bench.layout, weights->span().data(), cache->span(), options));
-  bench.model = model.get();
+  bench.weights = weights->span();
+  bench.cache = cache->span();
+  TANDEM_RETURN_IF_ERROR(bench.MakeModel(nullptr));
   SamplerOptions sampler_options = {
-      .device = Device::kCuda, .vocab_size = bench.config.vocab_size, .max_rows = options.max_sequences};
+      .device = Device::kCuda, .vocab_size = bench.config.vocab_size, .max_rows = bench.options.max_sequences};
   TANDEM_ASSIGN_OR_RETURN(const auto sampler_memory,
                           BenchMemory::Create(Device::kCuda, Sampler::WorkspaceBytes(sampler_options)));
   sampler_options.workspace = sampler_memory->span();
@@ -265,7 +350,7 @@ absl::Status RunBench() {
   }
   for (const Case& c : kCases) {
     if (wanted.find(c.name) == std::string::npos) continue;
-    TANDEM_RETURN_IF_ERROR(RunCase(bench, c, Sequences(c)));
+    TANDEM_RETURN_IF_ERROR(RunCase(&bench, c, Sequences(c)));
   }
   return absl::OkStatus();
 }

@@ -115,7 +115,7 @@ absl::Status Engine::Activate(Adapter adapter, bool drain, absl::Time deadline) 
       return;
     }
     if (!reply->Claim()) return;
-    if (status.ok()) ActivateNow(adapter);
+    if (status.ok()) status = ActivateNow(adapter);
     reply->Set(status);
   });
 }
@@ -124,8 +124,7 @@ absl::Status Engine::Retire(const std::string& job, absl::Time deadline) {
   auto reply = std::make_shared<Reply>();
   return SendAndWait(reply, deadline, absl::StrCat("retiring the adapter of job ", job), [this, reply, job] {
     if (!reply->Claim()) return;
-    RetireNow(job);
-    reply->Set(absl::OkStatus());
+    reply->Set(RetireNow(job));
   });
 }
 
@@ -159,8 +158,9 @@ absl::Status Engine::PeerLost() {
       if (LaneOf(batch.request) == Lane::kUnit) units.push_back(id);
     }
     for (std::uint64_t id : units) EndBatch(id, v1::FINISH_REASON_CANCELLED, absl::CancelledError("the trainer was lost"));
-    for (const std::string& job : adapters_.Jobs()) RetireNow(job);
-    reply->Set(absl::OkStatus());
+    absl::Status status;
+    for (const std::string& job : adapters_.Jobs()) status.Update(RetireNow(job));
+    reply->Set(status);
   });
 }
 
@@ -174,6 +174,7 @@ void Engine::Loop() {
     PublishStatus();
   }
   RunCommands(absl::ZeroDuration());
+  for (Lane lane : {Lane::kUnit, Lane::kShared}) FinishStep(lane);
   while (!batches_.empty()) EndBatch(batches_.begin()->first, v1::FINISH_REASON_CANCELLED, ShuttingDown());
   for (const PendingActivation& pending : pending_activations_) pending.reply->Set(ShuttingDown());
   for (const PendingYield& pending : pending_yields_) pending.reply->Set(ShuttingDown());
@@ -203,8 +204,8 @@ void Engine::SettlePending() {
       continue;
     }
     if (!is_abandoned && pending->reply->Claim()) {
-      const absl::Status status = adapters_.Check(pending->adapter);
-      if (status.ok()) ActivateNow(std::move(pending->adapter));
+      absl::Status status = adapters_.Check(pending->adapter);
+      if (status.ok()) status = ActivateNow(std::move(pending->adapter));
       pending->reply->Set(status);
     }
     pending = pending_activations_.erase(pending);
@@ -222,8 +223,12 @@ void Engine::SettlePending() {
     if (!is_abandoned && pending->reply->Claim()) {
       const absl::Status status = PauseNow();
       pending->reply->Set(status);
-      // The bookkeeping of what the cache held touches no memory of the elastic range: the caller need not wait for it.
-      if (status.ok()) scheduler_.PreemptAll();
+      // What the last steps drew, and the bookkeeping of what the cache held, touch no memory of the elastic range: the caller
+      // need not wait for them.
+      if (status.ok()) {
+        for (Lane lane : {Lane::kUnit, Lane::kShared}) FinishStep(lane);
+        scheduler_.PreemptAll();
+      }
     }
     pending = pending_yields_.erase(pending);
     const bool is_still_draining = std::any_of(pending_yields_.begin(), pending_yields_.end(),
@@ -232,15 +237,19 @@ void Engine::SettlePending() {
   }
 }
 
-// The last model call has returned, for this thread made it; the fence waits for what it left on the device.
 absl::Status Engine::PauseNow() {
-  if (absl::Status status = model_->Fence(); !status.ok()) {
-    if (IsDeviceLost()) return absl::UnavailableError(absl::StrCat("the device's context is lost: ", status.message()));
-    return Annotate(status, "fence before the elastic memory is yielded");
-  }
+  TANDEM_RETURN_IF_ERROR(Fence("the elastic memory is yielded"));
   is_paused_ = true;
   PublishStatus();
   return absl::OkStatus();
+}
+
+// The last model call has returned, for this thread made it; this waits for what it left on the device.
+absl::Status Engine::Fence(const char* before) {
+  const absl::Status status = model_->Fence();
+  if (status.ok()) return status;
+  if (IsDeviceLost()) return absl::UnavailableError(absl::StrCat("the device's context is lost: ", status.message()));
+  return Annotate(status, absl::StrCat("fence before ", before));
 }
 
 void Engine::GiveUp(const absl::Status& status) {
@@ -261,44 +270,85 @@ bool Engine::Step() {
   if (is_device_lost_) return false;
   const Lane other = last_lane_ == Lane::kUnit ? Lane::kShared : Lane::kUnit;
   for (Lane lane : {other, last_lane_}) {
-    if (!scheduler_.HasSequences(lane) || !StepLane(lane)) continue;
+    if ((!scheduler_.HasSequences(lane) && !under_way_.contains(lane)) || !StepLane(lane)) continue;
     last_lane_ = lane;
     return true;
   }
   return false;
 }
 
+// Hands the lane's next step over and then finishes the one before, which is done while the next one runs. The order is the same
+// whatever the other lane does, so that a unit's plans are its own.
 bool Engine::StepLane(Lane lane) {
-  const absl::Time begin = absl::Now();
-  const StepPlan plan = scheduler_.Schedule(lane);
+  StepPlan plan = scheduler_.Schedule(lane);
   ReportAdmissions(plan);
   metrics_.CountPreemptions(static_cast<std::uint32_t>(plan.preempted.size()));
-  if (plan.sequences.empty()) return false;
-  for (const BlockCopy& copy : plan.copies) {
-    if (const absl::Status status = model_->CopyBlock(copy.from, copy.to); !status.ok()) {
-      FailStep(plan, status);
-      return true;
-    }
+  if (plan.sequences.empty()) {
+    const bool has_step = under_way_.contains(lane);
+    FinishStep(lane);
+    return has_step;
   }
-  const StepBatch batch = BuildStepBatch(plan, scheduler_, options_.block_tokens, [&](const Sequence& sequence) {
-    const Adapter* adapter = adapters_.Find(generations_.at(sequence.id).batch->request.job);
-    return adapter == nullptr ? std::nullopt : std::optional<AdapterView>(adapter->view());
-  });
-  const absl::StatusOr<Logits> logits = model_->Run(batch);
-  ++num_steps_;
-  const auto expected = static_cast<std::int64_t>(batch.logit_rows.size());
-  if (!logits.ok()) {
-    FailStep(plan, logits.status());
-  } else if (logits->num_rows != expected || logits->vocab_size != options_.vocab_size) {
-    FailStep(plan, absl::InternalError(absl::StrCat("the model gave [", logits->num_rows, ", ", logits->vocab_size,
-                                                    "] logits, expected [", expected, ", ", options_.vocab_size, "]")));
-  } else {
-    num_failed_in_a_row_ = 0;
-    scheduler_.Computed(plan);
-    Finish(plan, *logits);
+  absl::StatusOr<StepUnderWay> next = StartStep(plan);
+  FinishStep(lane);
+  if (is_device_lost_) return true;
+  if (!next.ok()) {
+    FailStep(plan, next.status());
+    return true;
   }
-  metrics_.ObserveStep(lane == Lane::kUnit ? "unit" : "shared", absl::Now() - begin, plan.num_tokens);
+  const bool runs_ahead = options_.runs_ahead && !next->penalises;
+  StepStarted(*std::move(next));
+  if (!runs_ahead) FinishStep(lane);
   return true;
+}
+
+absl::StatusOr<Engine::StepUnderWay> Engine::StartStep(StepPlan plan) {
+  StepUnderWay step;
+  step.begin = absl::Now();
+  step.number = ++num_steps_;
+  for (const BlockCopy& copy : plan.copies) TANDEM_RETURN_IF_ERROR(model_->CopyBlock(copy.from, copy.to));
+  const StepBatch batch = BuildStepBatch(plan, scheduler_, options_.block_tokens, [&](const Sequence& sequence) {
+    const Generation& generation = generations_.at(sequence.id);
+    SequenceInputs inputs{.last_token_place = generation.last_token_place};
+    const Adapter* adapter = adapters_.Find(generation.batch->request.job);
+    if (adapter != nullptr) inputs.adapter = adapter->view();
+    return inputs;
+  });
+  TANDEM_ASSIGN_OR_RETURN(const Logits logits, model_->Run(batch));
+  const auto expected = static_cast<std::int64_t>(batch.logit_rows.size());
+  if (logits.num_rows != expected || logits.vocab_size != options_.vocab_size) {
+    return absl::InternalError(absl::StrCat("the model gave [", logits.num_rows, ", ", logits.vocab_size, "] logits, expected [",
+                                            expected, ", ", options_.vocab_size, "]"));
+  }
+  std::vector<DrawInput> inputs;
+  for (const PlannedSequence& planned : plan.sequences) {
+    if (!planned.draws) continue;
+    const Sequence& sequence = scheduler_.sequence(planned.id);
+    const Generation& generation = generations_.at(planned.id);
+    step.rows.push_back({.id = planned.id, .weight_version = VersionOf(generation.batch->request.job)});
+    step.penalises = step.penalises || generation.group->sampling.penalises();
+    inputs.push_back({.params = &generation.group->sampling,
+                      .seed = generation.seed,
+                      .position = static_cast<std::uint32_t>(sequence.completion.size()),
+                      .prompt = *sequence.prompt,
+                      .completion = sequence.completion});
+  }
+  TANDEM_ASSIGN_OR_RETURN(step.draw, sampler_->Start(logits, inputs));
+  step.plan = std::move(plan);
+  return step;
+}
+
+// From here on the step's tokens count, though nobody knows them.
+void Engine::StepStarted(StepUnderWay step) {
+  num_failed_in_a_row_ = 0;
+  scheduler_.Computed(step.plan);
+  for (std::size_t row = 0; row < step.rows.size(); ++row) {
+    const auto generation = generations_.find(step.rows[row].id);
+    if (generation == generations_.end()) continue;
+    scheduler_.Append(generation->first, kUnknownToken);
+    generation->second.last_token_place = step.draw.place(static_cast<std::int64_t>(row));
+  }
+  const Lane lane = step.plan.lane;
+  under_way_.emplace(lane, std::move(step));
 }
 
 void Engine::ReportAdmissions(const StepPlan& plan) {
@@ -314,44 +364,43 @@ void Engine::ReportAdmissions(const StepPlan& plan) {
   }
 }
 
-void Engine::Finish(const StepPlan& plan, const Logits& logits) {
-  std::vector<SequenceId> ids;
-  std::vector<DrawInput> inputs;
-  for (const PlannedSequence& planned : plan.sequences) {
-    if (!planned.draws) continue;
-    const Sequence& sequence = scheduler_.sequence(planned.id);
-    const Generation& generation = generations_.at(planned.id);
-    ids.push_back(planned.id);
-    inputs.push_back({.params = &generation.group->sampling,
-                      .seed = generation.seed,
-                      .position = static_cast<std::uint32_t>(sequence.completion.size()),
-                      .prompt = *sequence.prompt,
-                      .completion = sequence.completion});
-  }
-  const std::vector<absl::StatusOr<DrawnToken>> tokens = sampler_->Draw(logits, inputs);
+// Collects and delivers the tokens of the step that is under way in `lane`, if there is one.
+void Engine::FinishStep(Lane lane) {
+  const auto found = under_way_.find(lane);
+  if (found == under_way_.end()) return;
+  const StepUnderWay step = std::move(found->second);
+  under_way_.erase(found);
+  const std::vector<absl::StatusOr<DrawnToken>> tokens = sampler_->Collect(step.draw);
   const bool has_failed = std::any_of(tokens.begin(), tokens.end(), [](const auto& token) { return !token.ok(); });
   if (has_failed && IsDeviceLost()) return;
   std::uint32_t num_drawn = 0;
-  for (std::size_t row = 0; row < ids.size(); ++row) {
-    const absl::StatusOr<DrawnToken>& token = tokens[row];
+  for (std::size_t i = 0; i < step.rows.size(); ++i) {
+    const SequenceId id = step.rows[i].id;
+    const auto generation = generations_.find(id);
+    if (generation == generations_.end()) continue;  // it ended after the step was handed over
+    const absl::StatusOr<DrawnToken>& token = tokens[i];
     if (token.ok()) {
-      FinishToken(ids[row], *token);
+      FinishToken(step.rows[i], *token);
       ++num_drawn;
       continue;
     }
     metrics_.CountBadLogits();
-    const std::string error = absl::StrCat(token.status().message(), ", engine step ", num_steps_);
-    TANDEM_LOG(kError, "engine", "sequence=", ids[row], " job=\"", generations_.at(ids[row]).batch->request.job,
-               "\" ended: ", error);
-    EndSequence(ids[row], v1::FINISH_REASON_ERROR, "", error);
+    const std::string error = absl::StrCat(token.status().message(), ", engine step ", step.number);
+    TANDEM_LOG(kError, "engine", "sequence=", id, " job=\"", generation->second.batch->request.job, "\" ended: ", error);
+    EndSequence(id, v1::FINISH_REASON_ERROR, "", error);
   }
   metrics_.CountTokens(num_drawn);
+  const absl::Time now = absl::Now();
+  metrics_.ObserveStep(lane == Lane::kUnit ? "unit" : "shared", now - std::max(step.begin, finished_), step.plan.num_tokens);
+  finished_ = now;
 }
 
-void Engine::FinishToken(SequenceId id, const DrawnToken& token) {
+void Engine::FinishToken(const StepUnderWay::Row& row, const DrawnToken& token) {
+  const SequenceId id = row.id;
   Generation& generation = generations_.at(id);
+  generation.last_token_place = nullptr;
   const SamplingParams& sampling = generation.group->sampling;
-  scheduler_.Append(id, token.id);
+  scheduler_.Resolve(id, token.id);
   const auto num_tokens = static_cast<std::uint32_t>(scheduler_.sequence(id).completion.size());
   const absl::Time now = absl::Now();
   if (num_tokens == 1) {
@@ -373,20 +422,22 @@ void Engine::FinishToken(SequenceId id, const DrawnToken& token) {
     is_text_cut = is_stopped = step.is_stopped;
   }
   const bool returns_text = generation.batch->request.return_text;
-  generation.batch->sink->OnToken(generation.member, token, VersionOf(generation.batch->request.job),
-                                  returns_text ? std::move(text) : std::string());
+  generation.batch->sink->OnToken(generation.member, token, row.weight_version, returns_text ? std::move(text) : std::string());
   if (!is_stopped && num_tokens < sampling.max_tokens) return;
   std::string rest = returns_text && !is_text_cut ? generation.text->Finish() : std::string();
   EndSequence(id, is_stopped ? v1::FINISH_REASON_STOP : v1::FINISH_REASON_LENGTH, std::move(rest), "");
 }
 
+// The sequences that have not ended in the step before it.
 void Engine::FailStep(const StepPlan& plan, const absl::Status& status) {
   TANDEM_LOG(kError, "engine", "step=", num_steps_, " sequences=", plan.sequences.size(), " failed: ", status.ToString());
   if (IsDeviceLost()) return;
-  if (++num_failed_in_a_row_ >= kMaxFailedSteps) {
+  // Numbers out of range are the fault of weights or adapters that these sequences chose.
+  if (!absl::IsOutOfRange(status) && ++num_failed_in_a_row_ >= kMaxFailedSteps) {
     GiveUp(Annotate(status, absl::StrCat(kMaxFailedSteps, " steps in a row failed")));
   }
   for (const PlannedSequence& planned : plan.sequences) {
+    if (!generations_.contains(planned.id)) continue;
     EndSequence(planned.id, v1::FINISH_REASON_ERROR, "", absl::StrCat("engine step ", num_steps_, ": ", status.message()));
   }
 }
@@ -437,7 +488,8 @@ void Engine::AddSequences(Batch* batch) {
                                                      .unit_id = batch->id,
                                                      .job = batch->request.job,
                                                      .prompt = group.prompt,
-                                                     .group_size = group.group_size});
+                                                     .group_size = group.group_size,
+                                                     .max_tokens = group.sampling.max_tokens});
     for (std::uint32_t member = 0; member < group.group_size; ++member) {
       Generation generation;
       generation.batch = batch;
@@ -476,17 +528,21 @@ void Engine::EndCancelled() {
   for (std::uint64_t id : cancelled) EndBatch(id, v1::FINISH_REASON_CANCELLED, absl::CancelledError("cancelled by the caller"));
 }
 
-void Engine::ActivateNow(Adapter adapter) {
+// A step under way may read the slot that becomes the idle one: whoever asked may write there when he is answered.
+absl::Status Engine::ActivateNow(Adapter adapter) {
+  TANDEM_RETURN_IF_ERROR(Fence("an adapter is activated"));
   const std::string job = adapter.job;
   TANDEM_LOG(kInfo, "engine", "activated job=\"", job, "\" weight_version=", adapter.weight_version,
              " rank=", adapter.layout->rank);
   metrics_.SetVersion(job, adapter.weight_version);
   adapters_.Activate(std::move(adapter));
   scheduler_.WeightsChanged(job);
+  return absl::OkStatus();
 }
 
-void Engine::RetireNow(const std::string& job) {
-  if (adapters_.Find(job) == nullptr) return;
+absl::Status Engine::RetireNow(const std::string& job) {
+  if (adapters_.Find(job) == nullptr) return absl::OkStatus();
+  TANDEM_RETURN_IF_ERROR(Fence("an adapter is retired"));
   std::vector<std::uint64_t> ended;
   for (const auto& [id, batch] : batches_) {
     if (batch.request.job == job) ended.push_back(id);
@@ -498,6 +554,7 @@ void Engine::RetireNow(const std::string& job) {
   adapters_.Retire(job);
   metrics_.ForgetJob(job);
   TANDEM_LOG(kInfo, "engine", "retired job=\"", job, "\"");
+  return absl::OkStatus();
 }
 
 std::uint64_t Engine::VersionOf(const std::string& job) const {

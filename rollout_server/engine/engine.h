@@ -1,6 +1,7 @@
 // The rollout server's loop: schedule -> batch -> model -> sample -> finish. One thread owns everything mutable (scheduler,
 // cache, adapters, sampler, model); the public functions send it commands through a bounded queue and are thread-safe. When units
-// and shared sequences both have work, steps of the two lanes alternate.
+// and shared sequences both have work, steps of the two lanes alternate. With runs_ahead each lane has a step under way while its
+// next one is planned, built and put behind it: see Note [Running ahead] in schedule/scheduler.h.
 //
 // Guarantees: a token once drawn is never drawn again; every token carries the weight version that it was drawn under; commands
 // take effect between two steps; while the elastic memory is yielded the model is not called, and requests wait.
@@ -49,6 +50,10 @@ struct EngineOptions {
   std::uint64_t lease_epoch = 0;  // at start
   bool is_paused = false;         // at start: the trainer holds the elastic memory
   Device device = Device::kCpu;   // that model and sampler use
+  // Steps are handed over before the tokens of the one before are known. For a device that works beside the host; where model and
+  // sampler compute when they are called, it only delays the tokens. A step with penalties is never run ahead of: they need the
+  // tokens on the host.
+  bool runs_ahead = false;
 };
 
 struct EngineStatus {
@@ -105,6 +110,20 @@ class Engine {
     std::uint64_t seed = 0;
     std::optional<CompletionText> text;
     absl::Time last_token;
+    const std::uint32_t* last_token_place = nullptr;  // while it is being drawn
+  };
+  // Handed to model and sampler; its tokens have not been collected.
+  struct StepUnderWay {
+    struct Row {
+      SequenceId id = 0;
+      std::uint64_t weight_version = 0;
+    };
+    std::uint64_t number = 0;
+    StepPlan plan;
+    std::vector<Row> rows;  // of the sequences that draw
+    bool penalises = false;
+    PendingDraw draw;
+    absl::Time begin;
   };
   struct PendingActivation {
     Adapter adapter;
@@ -127,18 +146,21 @@ class Engine {
   bool Step();
   bool StepLane(Lane lane);
   void ReportAdmissions(const StepPlan& plan);
-  void Finish(const StepPlan& plan, const Logits& logits);
-  void FinishToken(SequenceId id, const DrawnToken& token);
+  absl::StatusOr<StepUnderWay> StartStep(StepPlan plan);
+  void StepStarted(StepUnderWay step);
+  void FinishStep(Lane lane);
+  void FinishToken(const StepUnderWay::Row& row, const DrawnToken& token);
   void FailStep(const StepPlan& plan, const absl::Status& status);
   void EndSequence(SequenceId id, v1::FinishReason reason, std::string text, const std::string& error);
   void AddBatch(BatchRequest request, const std::shared_ptr<BatchSink>& sink, absl::Time arrived);
   void AddSequences(Batch* batch);
   void EndBatch(std::uint64_t batch_id, v1::FinishReason reason, const absl::Status& status);
   void EndCancelled();
-  void ActivateNow(Adapter adapter);
-  void RetireNow(const std::string& job);
+  absl::Status ActivateNow(Adapter adapter);
+  absl::Status RetireNow(const std::string& job);
   void SettlePending();
   absl::Status PauseNow();
+  absl::Status Fence(const char* before);
   void GiveUp(const absl::Status& status);
   bool IsDeviceLost();
   std::uint64_t VersionOf(const std::string& job) const;
@@ -167,6 +189,8 @@ class Engine {
   std::uint64_t num_steps_ = 0;
   int num_failed_in_a_row_ = 0;
   Lane last_lane_ = Lane::kShared;
+  std::map<Lane, StepUnderWay> under_way_;      // at most one a lane
+  absl::Time finished_ = absl::InfinitePast();  // the last step
 
   mutable Mutex mutex_;
   EngineStatus status_ ABSL_GUARDED_BY(mutex_);

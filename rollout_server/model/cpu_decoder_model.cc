@@ -155,7 +155,7 @@ void CpuDecoderModel::RunStep(const StepBatch& batch) {
 
   const float* embedding = Weight(layout_.embedding);
   for (std::int64_t i = 0; i < num_tokens_; ++i) {
-    std::memcpy(hidden_.data() + i * d, embedding + batch.token_ids[static_cast<std::size_t>(i)] * d,
+    std::memcpy(hidden_.data() + i * d, embedding + TokenOf(batch, static_cast<std::size_t>(i)) * d,
                 static_cast<std::size_t>(d) * sizeof(float));
   }
   for (int layer = 0; layer < config_.num_layers; ++layer) RunLayer(batch, layer);

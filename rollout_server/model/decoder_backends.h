@@ -16,6 +16,12 @@ absl::StatusOr<std::unique_ptr<DecoderModel>> CreateCudaDecoderModel(const Model
                                                                      const DecoderModelOptions& options);
 std::uint64_t CudaDecoderWorkspaceBytes(const ModelConfig& config, const DecoderModelOptions& options);
 
+// The id of a row, on the CPU.
+inline std::uint32_t TokenOf(const StepBatch& batch, std::size_t row) {
+  const std::uint32_t* place = batch.token_places.empty() ? nullptr : batch.token_places[row];
+  return place == nullptr ? batch.token_ids[row] : *place;
+}
+
 // Nothing that a step names lies outside of model, cache and batch. Errors: INVALID_ARGUMENT.
 absl::Status CheckStepBatch(const StepBatch& batch, const ModelConfig& config, std::int64_t num_blocks,
                             std::int64_t block_tokens);

@@ -49,6 +49,9 @@ absl::Status CheckStepBatch(const StepBatch& batch, const ModelConfig& config, s
   if (batch.positions.size() != num_tokens || batch.slot_mapping.size() != num_tokens) {
     return fault(num_tokens, " tokens, ", batch.positions.size(), " positions, ", batch.slot_mapping.size(), " slots");
   }
+  if (!batch.token_places.empty() && batch.token_places.size() != num_tokens) {
+    return fault(num_tokens, " tokens, ", batch.token_places.size(), " places of drawn tokens");
+  }
   if (batch.cu_query_lens.size() != num_sequences + 1 || batch.block_tables.size() != num_sequences ||
       batch.adapter_of.size() != num_sequences) {
     return fault(num_sequences, " context lengths, ", batch.cu_query_lens.size(), " cu_query_lens, ", batch.block_tables.size(),

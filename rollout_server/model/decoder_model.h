@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -27,7 +28,10 @@ struct AdapterView {
 // One step's work, ragged. Example: sequence 0 prefills 3 tokens from position 0, sequence 1 decodes its 9th token:
 //   token_ids [a b c d], cu_query_lens [0 3 4], context_lens [3 9], positions [0 1 2 8].
 struct StepBatch {
-  std::vector<std::uint32_t> token_ids;                 // [num_tokens]
+  std::vector<std::uint32_t> token_ids;  // [num_tokens]
+  // [num_tokens], or empty. Where not null: on the model's device, where the row's id will lie when the step runs, drawn by a
+  // step before it (PendingDraw); its token_ids entry is then read by nobody.
+  std::vector<const std::uint32_t*> token_places;
   std::vector<std::int32_t> positions;                  // [num_tokens]
   std::vector<std::int32_t> cu_query_lens;              // [num_sequences + 1]
   std::vector<std::int32_t> context_lens;               // [num_sequences]: keys in the cache after this step
@@ -37,6 +41,9 @@ struct StepBatch {
   std::vector<std::int32_t> adapter_of;                 // [num_sequences]: index into adapters, or -1
   std::vector<AdapterView> adapters;
 };
+
+// What a step is made of, by kernel family. kElementwise: embedding, norms, rope and writing to the cache, activation.
+enum class StepPart { kLinear, kAttention, kElementwise, kHead };
 
 struct DecoderModelOptions {
   Device device = Device::kCpu;
@@ -52,6 +59,9 @@ struct DecoderModelOptions {
   int max_adapter_rank = 64;  // of any of them
   // On the GPU, WorkspaceBytes of device memory for everything but weights and KV cache; outlives the model. Unused on the CPU.
   std::span<std::byte> workspace = {};
+  // On the GPU, for benches: called as the part that comes next is about to be put into the step's stream, a cudaStream_t. Steps
+  // are not captured then.
+  std::function<void(StepPart part, void* stream)> on_part = {};
 };
 
 // A step's logits where they were made. On the GPU they are there when the stream has come so far.
@@ -77,10 +87,12 @@ class DecoderModel {
                                                               const std::byte* weights, std::span<std::byte> kv_cache,
                                                               const DecoderModelOptions& options);
   virtual ~DecoderModel() = default;
-  // One row of logits for each of batch.logit_rows, valid until the next call. On the GPU it only enqueues, on one stream that
-  // the model owns, but for the first step into a cache in fp8, which waits for the cache's scales. Errors: INVALID_ARGUMENT (the
-  // batch), FAILED_PRECONDITION (it reads a cache in fp8 that has no scales), INTERNAL (LibTorch's or CUDA's words, scales that
-  // are no numbers). A row's logits do not depend on the other sequences of the batch beyond the rounding of the GEMM.
+  // One row of logits for each of batch.logit_rows, valid until the next call, in the order of the stream. On the GPU it only
+  // enqueues, on one stream that the model owns, so that a step can be put behind one that runs, but for the first step into a
+  // cache in fp8, which waits for the cache's scales. Errors: INVALID_ARGUMENT (the batch), FAILED_PRECONDITION (it reads a cache
+  // in fp8 that has no scales), OUT_OF_RANGE (scales cannot be found: a head has infinite or NaN keys or values in every row),
+  // INTERNAL (LibTorch's or CUDA's words). A row's logits do not depend on the other sequences of the batch beyond the rounding
+  // of the GEMM.
   virtual absl::StatusOr<Logits> Run(const StepBatch& batch) = 0;
   // Copies one block's K and V (a shared prompt's last, partly filled block, before a member writes to it). On the GPU enqueued.
   virtual absl::Status CopyBlock(std::int32_t from, std::int32_t to) = 0;

@@ -1,7 +1,9 @@
 // The sampler on the CPU, row by row.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 #include "common/base/random.h"
 #include "rollout_server/sample/sampler_backends.h"
@@ -41,16 +43,26 @@ std::size_t InvertCdf(std::span<const float> weights, const std::vector<double>&
 
 class CpuSampler : public Sampler {
  public:
-  std::vector<absl::StatusOr<DrawnToken>> Draw(const Logits& logits, std::span<const DrawInput> inputs) override {
-    std::vector<absl::StatusOr<DrawnToken>> drawn;
-    drawn.reserve(inputs.size());
+  absl::StatusOr<PendingDraw> Start(const Logits& logits, std::span<const DrawInput> inputs) override {
+    TANDEM_ASSIGN_OR_RETURN(const int slot, slots_.Take());
+    Outcome& outcome = outcomes_[static_cast<std::size_t>(slot)];
     for (std::size_t i = 0; i < inputs.size(); ++i) {
-      drawn.push_back(DrawRow(logits.row(static_cast<std::int64_t>(i)), inputs[i]));
+      outcome.tokens.push_back(DrawRow(logits.row(static_cast<std::int64_t>(i)), inputs[i]));
+      outcome.ids.push_back(outcome.tokens.back().ok() ? outcome.tokens.back()->id : 0);
     }
-    return drawn;
+    return PendingDraw{.slot = slot, .ids = outcome.ids.data(), .id_stride = 1};
+  }
+
+  std::vector<absl::StatusOr<DrawnToken>> Collect(const PendingDraw& draw) override {
+    slots_.GiveBack(draw.slot);
+    return std::exchange(outcomes_[static_cast<std::size_t>(draw.slot)], {}).tokens;
   }
 
  private:
+  struct Outcome {
+    std::vector<absl::StatusOr<DrawnToken>> tokens;
+    std::vector<std::uint32_t> ids;
+  };
   struct Candidate {
     float logit = 0;
     std::uint32_t id = 0;
@@ -60,6 +72,8 @@ class CpuSampler : public Sampler {
   // Fills candidates_ with what truncation keeps, largest first, and returns its mass.
   double Truncate(std::span<const float> logits, const SamplingParams& params, double total);
 
+  DrawSlots slots_;
+  std::array<Outcome, kMaxPendingDraws> outcomes_;
   std::vector<float> penalised_;
   std::vector<std::uint8_t> is_seen_;
   std::vector<float> exponentials_;

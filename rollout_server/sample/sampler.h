@@ -1,7 +1,8 @@
 // Draws one token from each row of a step's logits, on the device where they lie. Order of the transformations: repetition
 // penalty, presence penalty, temperature, top-k, top-p (of what top-k left, renormalised), min-p; then inverse CDF with
 // RandomUniform(seed, position). A draw is a pure function of its row and input: it can be repeated after a preemption or a
-// restart. The scratch makes a sampler confined to one thread.
+// restart. A token can be drawn for a step that is put into the stream before the host has seen it. The scratch makes a sampler
+// confined to one thread.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +31,15 @@ struct DrawnToken {
   float kept_mass = 1;        // that truncation kept, before renormalisation
 };
 
+// A draw that was started and not collected.
+struct PendingDraw {
+  int slot = 0;                        // the sampler's
+  const std::uint32_t* ids = nullptr;  // on the sampler's device
+  std::int64_t id_stride = 0;          // in elements
+  // Where the id of the row will lie when the logits' stream has come so far: for steps that are put into it before Collect.
+  const std::uint32_t* place(std::int64_t row) const { return ids + row * id_stride; }
+};
+
 struct SamplerOptions {
   Device device = Device::kCpu;
   int vocab_size = 0;
@@ -40,15 +50,23 @@ struct SamplerOptions {
 
 class Sampler {
  public:
+  // A step under way and the next one, in each of two lanes.
+  static constexpr int kMaxPendingDraws = 4;
+
   static std::uint64_t WorkspaceBytes(const SamplerOptions& options);
   // Errors: INVALID_ARGUMENT (workspace), RESOURCE_EXHAUSTED (pinned memory), UNIMPLEMENTED (no device code).
   static absl::StatusOr<std::unique_ptr<Sampler>> Create(const SamplerOptions& options);
   virtual ~Sampler() = default;
-  // Row i of `logits`, which are of the raw policy, with inputs[i]. On the GPU it enqueues behind the logits and then waits for
-  // the stream: when it returns, the step is done. Errors of a row: INTERNAL naming position and what is wrong with its logits
-  // (NaN, +inf, or nothing above -inf; CASES C06), INTERNAL of all rows when a kernel failed; see ContextHealth. Requires:
-  // inputs.size() == logits.num_rows; token ids below the vocabulary's size.
-  virtual std::vector<absl::StatusOr<DrawnToken>> Draw(const Logits& logits, std::span<const DrawInput> inputs) = 0;
+  // Row i of `logits`, which are of the raw policy, with inputs[i]. On the GPU it only enqueues, behind the logits. Errors:
+  // INTERNAL (shape, launch), FAILED_PRECONDITION (kMaxPendingDraws are under way). Requires: inputs.size() == logits.num_rows;
+  // token ids below the vocabulary's size.
+  virtual absl::StatusOr<PendingDraw> Start(const Logits& logits, std::span<const DrawInput> inputs) = 0;
+  // The tokens of a draw, once. On the GPU it waits until the stream is past the draw: when it returns, the step is done. Errors
+  // of a row: INTERNAL naming position and what is wrong with its logits (NaN, +inf, or nothing above -inf; CASES C06); its id on
+  // the device is then 0. INTERNAL of all rows when a kernel failed; see ContextHealth.
+  virtual std::vector<absl::StatusOr<DrawnToken>> Collect(const PendingDraw& draw) = 0;
+  // Start and Collect; an error of Start is one of each row.
+  std::vector<absl::StatusOr<DrawnToken>> Draw(const Logits& logits, std::span<const DrawInput> inputs);
 };
 
 }  // namespace tandem

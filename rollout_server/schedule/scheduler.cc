@@ -28,6 +28,7 @@ SequenceId Scheduler::AddGroup(const GroupSpec& spec) {
     sequence.group_id = group_id;
     sequence.member_index = member;
     sequence.prompt = spec.prompt;
+    sequence.max_tokens = spec.max_tokens;
     lane_of(spec.lane).waiting.insert(lane_of(spec.lane).waiting.end(), sequence.id);
     sequences_.emplace_hint(sequences_.end(), sequence.id, std::move(sequence));
   }
@@ -49,6 +50,7 @@ bool Scheduler::ScheduleRunning(StepPlan* plan, std::uint32_t* budget) {
   bool has_room = true;
   for (std::size_t index = 0; index < running.size() && *budget > 0; ++index) {
     Sequence& sequence = sequences_.at(running[index]);
+    if (sequence.is_complete()) continue;
     const std::uint32_t end = sequence.num_computed + std::min(*budget, sequence.num_tokens() - sequence.num_computed);
     bool can_run = EnsureWritable(&sequence, end, plan->lane, plan);
     while (!can_run) {
@@ -97,7 +99,8 @@ void Scheduler::AdmitWaiting(StepPlan* plan, std::uint32_t* budget) {
 
 bool Scheduler::MayStart(const Sequence& sequence, const Group& group) const {
   if (!sequence.has_started && (is_all_held_ || held_jobs_.contains(group.spec.job))) return false;
-  return !group.prefiller.has_value();  // another member computes the prompt right now
+  if (sequence.is_complete()) return false;  // preempted while its last token was being drawn
+  return !group.prefiller.has_value();       // another member computes the prompt right now
 }
 
 bool Scheduler::TryAdmit(Sequence* sequence, Group* group, StepPlan* plan) {
@@ -202,7 +205,9 @@ bool Scheduler::EnsureWritable(Sequence* sequence, std::uint32_t end, Lane lane,
 
 void Scheduler::Computed(const StepPlan& plan) {
   for (const PlannedSequence& planned : plan.sequences) {
-    Sequence& sequence = sequences_.at(planned.id);
+    const auto found = sequences_.find(planned.id);
+    if (found == sequences_.end()) continue;
+    Sequence& sequence = found->second;
     Group& group = groups_.at(sequence.group_id);
     sequence.num_computed += planned.num_tokens;
     if (plan.lane == Lane::kShared && sequence.is_single_version) PublishBlocks(&sequence);
@@ -229,6 +234,7 @@ void Scheduler::PublishBlocks(Sequence* sequence) {
 }
 
 void Scheduler::Append(SequenceId id, std::uint32_t token) { sequences_.at(id).completion.push_back(token); }
+void Scheduler::Resolve(SequenceId id, std::uint32_t token) { sequences_.at(id).completion.back() = token; }
 
 void Scheduler::End(SequenceId id) {
   Sequence& sequence = sequences_.at(id);

@@ -6,6 +6,13 @@
 // blocks are freed at once, its tokens are kept, and it is computed again from its first token when there is room. The oldest is
 // never preempted for another sequence of its lane.
 //
+// Note [Running ahead]
+// On a device that works beside the host, the next step of a lane is planned and handed over before the tokens of the one before
+// are known. Append counts a token as soon as it is being drawn, Resolve says later what it is: a plan needs no more than its
+// being there. What only the token can tell, that the sequence is over, comes one step late: the sequence is ended between the
+// two steps and what the second draws for it is thrown away. That it has its max_tokens is known in time, and it is not planned
+// again.
+//
 // Note [Lanes]
 // A training step's rollouts are a unit, and the same unit must give the same bits whatever else the server does. Sequences of
 // units therefore run in steps of their own, one unit at a time in order of arrival, with a prefix cache that they neither read
@@ -20,6 +27,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -31,7 +39,8 @@
 
 namespace tandem {
 
-using SequenceId = std::uint64_t;  // by arrival: a smaller one is older
+using SequenceId = std::uint64_t;                  // by arrival: a smaller one is older
+inline constexpr std::uint32_t kUnknownToken = 0;  // stands in the place of a token that is being drawn
 
 struct SchedulerOptions {
   int block_tokens = 16;
@@ -45,6 +54,7 @@ struct GroupSpec {
   std::string job = {};
   std::shared_ptr<const std::vector<std::uint32_t>> prompt = {};  // never empty
   std::uint32_t group_size = 0;
+  std::uint32_t max_tokens = std::numeric_limits<std::uint32_t>::max();  // of a member's completion
 };
 
 struct Sequence {
@@ -53,6 +63,7 @@ struct Sequence {
   std::uint32_t member_index = 0;
   std::shared_ptr<const std::vector<std::uint32_t>> prompt;
   std::vector<std::uint32_t> completion;
+  std::uint32_t max_tokens = 0;           // of the completion
   std::uint32_t num_computed = 0;         // tokens whose K and V lie in the cache
   std::vector<std::int32_t> block_table;  // block_table[i] holds tokens [i * block_tokens, (i + 1) * block_tokens)
   bool is_running = false;
@@ -63,6 +74,7 @@ struct Sequence {
 
   std::uint32_t num_prompt_tokens() const { return static_cast<std::uint32_t>(prompt->size()); }
   std::uint32_t num_tokens() const { return num_prompt_tokens() + static_cast<std::uint32_t>(completion.size()); }
+  bool is_complete() const { return completion.size() >= max_tokens; }
   std::uint32_t TokenAt(std::uint32_t position) const {
     return position < prompt->size() ? (*prompt)[position] : completion[position - prompt->size()];
   }
@@ -108,10 +120,13 @@ class Scheduler {
   SequenceId AddGroup(const GroupSpec& spec);
   // The next step of `lane`; empty when nothing of it can run now.
   StepPlan Schedule(Lane lane);
-  // The plan's tokens are in the cache.
+  // The plan's tokens are in the cache, or will be before any step that is planned from now on. Sequences that have ended since
+  // the plan was made are passed over. Requires: every token of the plan is known, see Resolve.
   void Computed(const StepPlan& plan);
-  // A token drawn for `id`; it is computed by the next step.
+  // A token drawn for `id`, or kUnknownToken while it is being drawn; it is computed by the next step.
   void Append(SequenceId id, std::uint32_t token);
+  // What the last token of `id` is that was appended as kUnknownToken.
+  void Resolve(SequenceId id, std::uint32_t token);
   // Forgets a sequence, wherever it is, and frees its blocks.
   void End(SequenceId id);
 

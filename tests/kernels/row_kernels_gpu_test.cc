@@ -147,12 +147,27 @@ TEST_F(RowKernelsGpuTest, EmbeddingWidensRows) {
       params.output = device_output.floats();
       params.num_rows = shape.num_rows;
       params.width = shape.width;
-      if (!Fence(Embedding(params, Device::kCuda, stream()), what)) return;
-      params.table = table.data();
-      params.token_ids = token_ids.data();
-      params.output = output.floats();
-      ASSERT_EQ(Embedding(params, Device::kCpu, nullptr), absl::OkStatus());
-      EXPECT_EQ(device_output.Read(what), output.bytes()) << what;
+      // Every other row's id where it was drawn: the row's place from the end.
+      std::vector<const std::uint32_t*> places, device_places;
+      for (std::size_t row = 0; row < token_ids.size(); ++row) {
+        const std::size_t from = token_ids.size() - 1 - row;
+        places.push_back(row % 2 == 0 ? nullptr : &token_ids[from]);
+        device_places.push_back(row % 2 == 0 ? nullptr : params.token_ids + from);
+      }
+      const auto places_on_device = DeviceArray::Of(device_places);
+      EmbeddingParams host = params;
+      host.table = table.data();
+      host.token_ids = token_ids.data();
+      host.output = output.floats();
+      for (const bool has_places : {false, true}) {
+        if (has_places) {
+          params.token_places = static_cast<const std::uint32_t* const*>(places_on_device->data());
+          host.token_places = places.data();
+        }
+        if (!Fence(Embedding(params, Device::kCuda, stream()), what)) return;
+        ASSERT_EQ(Embedding(host, Device::kCpu, nullptr), absl::OkStatus());
+        EXPECT_EQ(device_output.Read(what), output.bytes()) << what << (has_places ? " with places" : "");
+      }
     }
   }
 }

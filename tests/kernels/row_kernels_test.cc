@@ -101,6 +101,14 @@ TEST(EmbeddingTest, WidensRowsOfEitherType) {
     for (std::int64_t i = 0; i < output.count(); ++i) {
       EXPECT_EQ(output.Get(i), table.Get(token_ids[static_cast<std::size_t>(i / kWidth)] * kWidth + i % kWidth)) << i;
     }
+    const std::uint32_t drawn = 5;
+    const std::vector<const std::uint32_t*> places = {nullptr, &drawn, nullptr, &drawn};
+    params.token_places = places.data();
+    ASSERT_EQ(Embedding(params, Device::kCpu, nullptr), absl::OkStatus());
+    for (std::int64_t i = 0; i < output.count(); ++i) {
+      const auto row = static_cast<std::size_t>(i / kWidth);
+      EXPECT_EQ(output.Get(i), table.Get((row % 2 == 0 ? token_ids[row] : drawn) * kWidth + i % kWidth)) << i;
+    }
   }
   EXPECT_TRUE(absl::IsInvalidArgument(Embedding({.num_rows = 1, .width = 0}, Device::kCpu, nullptr)));
 }

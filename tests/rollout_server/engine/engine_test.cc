@@ -34,7 +34,7 @@ struct TestEngineOptions {
 
 class TestEngine {
  public:
-  explicit TestEngine(TestEngineOptions options = {}) : model(options.num_blocks, kBlockTokens, kVocabSize) {
+  explicit TestEngine(bool runs_ahead, TestEngineOptions options = {}) : model(options.num_blocks, kBlockTokens, kVocabSize) {
     if (options.is_gated) model.gate = &gate;
     metrics = *Metrics::Create("");
     EngineOptions engine_options;
@@ -45,6 +45,7 @@ class TestEngine {
     engine_options.max_waiting_sequences = options.max_waiting_sequences;
     engine_options.vocab_size = kVocabSize;
     engine_options.is_paused = options.is_paused;
+    engine_options.runs_ahead = runs_ahead;
     engine = *Engine::Create(engine_options, &model, sampler.get(), FakeTokenizer::Numbered(kVocabSize), metrics.get());
   }
   ~TestEngine() {
@@ -147,8 +148,13 @@ Completion Reference(const GroupRequest& group, std::uint32_t member) {
   return Reference(group, member, [](std::size_t) { return 0; });
 }
 
-TEST(EngineTest, GivesWhatModelAndSamplerGiveWithoutACache) {
-  TestEngine test;
+// Whether steps are handed over before the tokens of the one before are known: nothing that a caller sees may tell.
+class EngineTest : public ::testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(InTurnAndAhead, EngineTest, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "Ahead" : "InTurn"; });
+
+TEST_P(EngineTest, GivesWhatModelAndSamplerGiveWithoutACache) {
+  TestEngine test(GetParam());
   const BatchRequest batch = OneGroup(Prompt(10, 1), 5, 30);
   const auto sink = test.Submit(batch);
   ASSERT_TRUE(sink->Await().ok());
@@ -163,8 +169,8 @@ TEST(EngineTest, GivesWhatModelAndSamplerGiveWithoutACache) {
   EXPECT_EQ(test.Counter("tandem_prompt_tokens_total"), 10);
 }
 
-TEST(EngineTest, PreemptedSequencesContinueWithTheSameTokens) {
-  TestEngine test({.num_blocks = 20});
+TEST_P(EngineTest, PreemptedSequencesContinueWithTheSameTokens) {
+  TestEngine test(GetParam(), {.num_blocks = 20});
   std::vector<BatchRequest> batches;
   std::vector<std::shared_ptr<RecordingSink>> sinks;
   for (std::uint32_t i = 0; i < 4; ++i) {
@@ -181,8 +187,8 @@ TEST(EngineTest, PreemptedSequencesContinueWithTheSameTokens) {
 }
 
 // CASES C09
-TEST(EngineTest, TokensCarryTheVersionTheyWereDrawnUnder) {
-  TestEngine test({.is_gated = true});
+TEST_P(EngineTest, TokensCarryTheVersionTheyWereDrawnUnder) {
+  TestEngine test(GetParam(), {.is_gated = true});
   ASSERT_TRUE(test.Activate("j", 1).ok());
   const BatchRequest batch = OneGroup(Prompt(10, 1), 1, 10, "j");
   const auto sink = test.Submit(batch);
@@ -205,8 +211,8 @@ TEST(EngineTest, TokensCarryTheVersionTheyWereDrawnUnder) {
 }
 
 // CASES C09
-TEST(EngineTest, TwoPublishesBeforeAStepGiveOneSpanOfTheNewer) {
-  TestEngine test({.is_gated = true});
+TEST_P(EngineTest, TwoPublishesBeforeAStepGiveOneSpanOfTheNewer) {
+  TestEngine test(GetParam(), {.is_gated = true});
   ASSERT_TRUE(test.Activate("j", 1).ok());
   const auto sink = test.Submit(OneGroup(Prompt(10, 1), 1, 10, "j"));
   test.gate.Grant(3);
@@ -221,8 +227,8 @@ TEST(EngineTest, TwoPublishesBeforeAStepGiveOneSpanOfTheNewer) {
 }
 
 // CASES C09
-TEST(EngineTest, DrainingActivationWaitsForTheOlderVersionAndHoldsTheNew) {
-  TestEngine test({.is_gated = true});
+TEST_P(EngineTest, DrainingActivationWaitsForTheOlderVersionAndHoldsTheNew) {
+  TestEngine test(GetParam(), {.is_gated = true});
   ASSERT_TRUE(test.Activate("j", 1).ok());
   const auto running = test.Submit(OneGroup(Prompt(10, 1), 1, 10, "j"));
   test.gate.Grant(3);
@@ -239,8 +245,8 @@ TEST(EngineTest, DrainingActivationWaitsForTheOlderVersionAndHoldsTheNew) {
 }
 
 // CASES C44
-TEST(EngineTest, AnActivationThatTimesOutHasNotHappened) {
-  TestEngine test({.is_gated = true});
+TEST_P(EngineTest, AnActivationThatTimesOutHasNotHappened) {
+  TestEngine test(GetParam(), {.is_gated = true});
   ASSERT_TRUE(test.Activate("j", 1).ok());
   const auto sink = test.Submit(OneGroup(Prompt(10, 1), 1, 10, "j"));
   ASSERT_TRUE(test.gate.AwaitEntry(1));
@@ -252,8 +258,8 @@ TEST(EngineTest, AnActivationThatTimesOutHasNotHappened) {
   EXPECT_EQ(test.Activate("j", 2).code(), absl::StatusCode::kAborted);
 }
 
-TEST(EngineTest, RequestsForUnknownJobsAndVersionsAreRefused) {
-  TestEngine test;
+TEST_P(EngineTest, RequestsForUnknownJobsAndVersionsAreRefused) {
+  TestEngine test(GetParam());
   EXPECT_EQ(test.Submit(OneGroup({1}, 1, 1, "j"))->Await().code(), absl::StatusCode::kNotFound);
   ASSERT_TRUE(test.Activate("j", 3).ok());
   BatchRequest batch = OneGroup({1}, 1, 1, "j");
@@ -266,8 +272,8 @@ TEST(EngineTest, RequestsForUnknownJobsAndVersionsAreRefused) {
 }
 
 // CASES C35
-TEST(EngineTest, PauseAnswersAfterTheLastStepAndResumesWithTheSameTokens) {
-  TestEngine test({.is_gated = true});
+TEST_P(EngineTest, PauseAnswersAfterTheLastStepAndResumesWithTheSameTokens) {
+  TestEngine test(GetParam(), {.is_gated = true});
   std::vector<BatchRequest> batches;
   std::vector<std::shared_ptr<RecordingSink>> sinks;
   for (std::uint32_t i = 0; i < 8; ++i) {
@@ -298,8 +304,8 @@ TEST(EngineTest, PauseAnswersAfterTheLastStepAndResumesWithTheSameTokens) {
 }
 
 // CASES C35
-TEST(EngineTest, DrainFinishesWhatRunsAndKeepsWhatWaits) {
-  TestEngine test({.is_gated = true});
+TEST_P(EngineTest, DrainFinishesWhatRunsAndKeepsWhatWaits) {
+  TestEngine test(GetParam(), {.is_gated = true});
   const BatchRequest batch = OneGroup(Prompt(10, 1), 2, 20);
   const auto running = test.Submit(batch);
   test.gate.Grant(5);
@@ -318,8 +324,8 @@ TEST(EngineTest, DrainFinishesWhatRunsAndKeepsWhatWaits) {
   EXPECT_EQ(waiting->cached_tokens(0), 0u) << "nothing is found over a phase switch";
 }
 
-TEST(EngineTest, ADrainThatTimesOutLeavesTheEngineServing) {
-  TestEngine test({.is_gated = true});
+TEST_P(EngineTest, ADrainThatTimesOutLeavesTheEngineServing) {
+  TestEngine test(GetParam(), {.is_gated = true});
   const auto sink = test.Submit(OneGroup(Prompt(10, 1), 1, 20));
   ASSERT_TRUE(test.gate.AwaitEntry(1));
   EXPECT_EQ(test.Yield(v1::STREAM_MODE_DRAIN, absl::Milliseconds(30)).code(), absl::StatusCode::kDeadlineExceeded);
@@ -329,8 +335,8 @@ TEST(EngineTest, ADrainThatTimesOutLeavesTheEngineServing) {
   EXPECT_FALSE(test.engine->status().is_paused);
 }
 
-TEST(EngineTest, StartsPausedWhileTheTrainerHoldsTheMemory) {
-  TestEngine test({.is_paused = true});
+TEST_P(EngineTest, StartsPausedWhileTheTrainerHoldsTheMemory) {
+  TestEngine test(GetParam(), {.is_paused = true});
   const auto sink = test.Submit(OneGroup(Prompt(10, 1), 1, 5));
   EXPECT_EQ(test.Activate("j", 1).code(), absl::StatusCode::kOk) << "commands are heard while paused";
   EXPECT_FALSE(sink->has_ended());
@@ -339,8 +345,8 @@ TEST(EngineTest, StartsPausedWhileTheTrainerHoldsTheMemory) {
   EXPECT_TRUE(sink->Await().ok());
 }
 
-TEST(EngineTest, CancelFreesTheBatchesBlocks) {
-  TestEngine test({.is_gated = true});
+TEST_P(EngineTest, CancelFreesTheBatchesBlocks) {
+  TestEngine test(GetParam(), {.is_gated = true});
   const auto sink = test.Submit(OneGroup(Prompt(10, 1), 4, 100));
   test.gate.Grant(5);
   ASSERT_TRUE(test.gate.AwaitEntry(6));
@@ -351,8 +357,8 @@ TEST(EngineTest, CancelFreesTheBatchesBlocks) {
   EXPECT_TRUE(test.AwaitNoBlocks());
 }
 
-TEST(EngineTest, AFullWaitingQueueRefuses) {
-  TestEngine test({.max_sequences = 1, .max_waiting_sequences = 4, .is_gated = true});
+TEST_P(EngineTest, AFullWaitingQueueRefuses) {
+  TestEngine test(GetParam(), {.max_sequences = 1, .max_waiting_sequences = 4, .is_gated = true});
   const auto first = test.Submit(OneGroup(Prompt(10, 1), 4, 3));
   ASSERT_TRUE(test.gate.AwaitEntry(1));  // one runs, three wait
   const auto second = test.Submit(OneGroup(Prompt(10, 2), 1, 3));
@@ -366,9 +372,9 @@ TEST(EngineTest, AFullWaitingQueueRefuses) {
 }
 
 // CASES C06
-TEST(EngineTest, NanLogitsEndTheirSequenceAlone) {
+TEST_P(EngineTest, NanLogitsEndTheirSequenceAlone) {
   const auto run = [](std::optional<std::uint32_t> nan_after_token) {
-    TestEngine test;
+    TestEngine test(GetParam());
     test.model.nan_after_token = nan_after_token;
     BatchRequest batch;
     batch.mode = v1::SCHEDULE_MODE_UNIT;
@@ -396,8 +402,8 @@ TEST(EngineTest, NanLogitsEndTheirSequenceAlone) {
   }
 }
 
-TEST(EngineTest, AFailedStepEndsItsSequencesAndTheEngineGoesOn) {
-  TestEngine test;
+TEST_P(EngineTest, AFailedStepEndsItsSequencesAndTheEngineGoesOn) {
+  TestEngine test(GetParam());
   test.model.fail_next = true;
   const auto sink = test.Submit(OneGroup(Prompt(10, 1), 1, 5));
   ASSERT_TRUE(sink->Await().ok());
@@ -409,8 +415,23 @@ TEST(EngineTest, AFailedStepEndsItsSequencesAndTheEngineGoesOn) {
   EXPECT_TRUE(test.engine->error().ok());
 }
 
-TEST(EngineTest, EndsAtStopIdsAndStopStrings) {
-  TestEngine test;
+// Weights or adapters that give no numbers are their callers' affair; a model that cannot run ends the daemon.
+TEST_P(EngineTest, StepsWhoseNumbersAreOutOfRangeDoNotEndTheEngine) {
+  for (const bool is_out_of_range : {true, false}) {
+    TestEngine test(GetParam());
+    test.model.fails_with = is_out_of_range ? absl::OutOfRangeError("no numbers") : absl::InternalError("no device");
+    for (int i = 0; i < 10; ++i) {
+      const auto sink = test.Submit(OneGroup(Prompt(10, 1), 1, 5));
+      ASSERT_TRUE(sink->Await().ok());
+      EXPECT_EQ(sink->completions().at({0, 0}).reason, v1::FINISH_REASON_ERROR);
+      EXPECT_THAT(sink->completions().at({0, 0}).error, HasSubstr(is_out_of_range ? "no numbers" : "no device"));
+    }
+    EXPECT_EQ(test.engine->error().ok(), is_out_of_range) << test.engine->error();
+  }
+}
+
+TEST_P(EngineTest, EndsAtStopIdsAndStopStrings) {
+  TestEngine test(GetParam());
   BatchRequest batch = OneGroup(Prompt(10, 1), 1, 30);
   const Completion whole = Reference(batch.groups[0], 0);
   // A token that does not stand before its place, so that the stop is where we expect it.
@@ -442,7 +463,74 @@ TEST(EngineTest, EndsAtStopIdsAndStopStrings) {
   EXPECT_EQ(completion.text, text);
 }
 
-TEST(EngineTest, AUnitGivesTheSameWhateverElseRuns) {
+TEST_P(EngineTest, AStopIsSeenOneStepLateAheadAndTheLastTokenInTime) {
+  BatchRequest batch = OneGroup(Prompt(10, 1), 1, 30);
+  const Completion whole = Reference(batch.groups[0], 0);
+  {
+    TestEngine test(GetParam());
+    ASSERT_TRUE(test.Submit(batch)->Await().ok());
+    test.engine->Stop();
+    EXPECT_EQ(test.model.num_runs, 30) << "one a token";
+  }
+  std::size_t place = 5;
+  while (std::find(whole.ids.begin(), whole.ids.begin() + place, whole.ids[place]) != whole.ids.begin() + place) ++place;
+  ASSERT_LT(place, 29u);
+  batch.groups[0].sampling.stop_token_ids = {whole.ids[place]};
+  TestEngine test(GetParam());
+  const auto sink = test.Submit(batch);
+  ASSERT_TRUE(sink->Await().ok());
+  EXPECT_EQ(sink->completions().at({0, 0}).ids.size(), place + 1);
+  test.engine->Stop();
+  EXPECT_EQ(test.model.num_runs, static_cast<int>(place) + (GetParam() ? 2 : 1));
+  EXPECT_EQ(test.Counter("tandem_generation_tokens_total"), place + 1) << "what is thrown away is not counted";
+}
+
+TEST_P(EngineTest, PenaltiesSeeEveryTokenAndAreNeverRunAheadOf) {
+  BatchRequest batch = OneGroup(Prompt(10, 1), 2, 30);
+  batch.groups[0].sampling.repetition_penalty = 1.5;
+  batch.groups[0].sampling.presence_penalty = 0.5;
+  TestEngine test(GetParam());
+  const auto others = test.Submit(OneGroup(Prompt(12, 2), 3, 20));
+  const auto sink = test.Submit(batch);
+  ASSERT_TRUE(sink->Await().ok());
+  ASSERT_TRUE(others->Await().ok());
+  for (std::uint32_t member = 0; member < 2; ++member) {
+    EXPECT_EQ(sink->completions().at({0, member}), Reference(batch.groups[0], member));
+  }
+  for (std::uint32_t member = 0; member < 3; ++member) {
+    EXPECT_EQ(others->completions().at({0, member}), Reference(OneGroup(Prompt(12, 2), 3, 20).groups[0], member));
+  }
+}
+
+// Each completion ends where its stop token first comes; units of both kinds of ends, preempted by nobody and preempting others.
+TEST_P(EngineTest, AUnitsStepsAreTheSameWhateverElseRuns) {
+  BatchRequest unit;
+  unit.mode = v1::SCHEDULE_MODE_UNIT;
+  unit.job = "j";
+  for (std::uint32_t i = 0; i < 5; ++i) {
+    GroupRequest group = OneGroup(Prompt(6 + i, i), 3, 25).groups[0];
+    group.group_index = i;
+    group.sampling.seed = i;
+    group.sampling.stop_token_ids = {i, i + 7, i + 14};
+    unit.groups.push_back(group);
+  }
+  const auto run = [&](int num_others) {
+    TestEngine test(GetParam(), {.num_blocks = 30});
+    EXPECT_TRUE(test.Activate("j", 1).ok());
+    std::vector<std::shared_ptr<RecordingSink>> others;
+    for (int i = 0; i < num_others; ++i) others.push_back(test.Submit(OneGroup(Prompt(9 + i % 5, i % 3), 2, 30)));
+    const auto sink = test.Submit(unit);
+    EXPECT_TRUE(sink->Await().ok());
+    for (const auto& other : others) EXPECT_TRUE(other->Await().ok());
+    test.engine->Stop();
+    return test.model.contexts_under_adapters;
+  };
+  const auto alone = run(0);
+  EXPECT_GT(alone.size(), 10u);
+  EXPECT_EQ(run(10), alone);
+}
+
+TEST_P(EngineTest, AUnitGivesTheSameWhateverElseRuns) {
   BatchRequest unit;
   unit.mode = v1::SCHEDULE_MODE_UNIT;
   for (std::uint32_t i = 0; i < 5; ++i) {
@@ -452,7 +540,7 @@ TEST(EngineTest, AUnitGivesTheSameWhateverElseRuns) {
     unit.groups.push_back(group);
   }
   const auto run = [&](int num_others) {
-    TestEngine test({.num_blocks = 30});
+    TestEngine test(GetParam(), {.num_blocks = 30});
     std::vector<std::shared_ptr<RecordingSink>> others;
     for (int i = 0; i < num_others; ++i) others.push_back(test.Submit(OneGroup(Prompt(9 + i % 5, i % 3), 2, 30)));
     const auto sink = test.Submit(unit);
@@ -464,8 +552,8 @@ TEST(EngineTest, AUnitGivesTheSameWhateverElseRuns) {
   EXPECT_EQ(run(10), alone);
 }
 
-TEST(EngineTest, LosingTheTrainerEndsUnitsAndRetiresItsAdapters) {
-  TestEngine test({.is_gated = true});
+TEST_P(EngineTest, LosingTheTrainerEndsUnitsAndRetiresItsAdapters) {
+  TestEngine test(GetParam(), {.is_gated = true});
   ASSERT_TRUE(test.Activate("j", 1).ok());
   const auto unit = test.Submit(OneGroup(Prompt(10, 1), 2, 100, "j", v1::SCHEDULE_MODE_UNIT));
   const auto shared = test.Submit(OneGroup(Prompt(10, 1), 1, 10));
@@ -482,15 +570,15 @@ TEST(EngineTest, LosingTheTrainerEndsUnitsAndRetiresItsAdapters) {
   EXPECT_TRUE(test.Activate("j", 1).ok()) << "the job comes back with the version it had";
 }
 
-TEST(EngineTest, StopEndsEveryBatch) {
-  TestEngine test({.is_paused = true});
+TEST_P(EngineTest, StopEndsEveryBatch) {
+  TestEngine test(GetParam(), {.is_paused = true});
   const auto sink = test.Submit(OneGroup(Prompt(10, 1), 1, 5));
   test.engine->Stop();
   EXPECT_EQ(sink->Await().code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(test.engine->Submit(OneGroup({1}, 1, 1), sink).code(), absl::StatusCode::kUnavailable);
 }
 
-TEST(EngineTest, RefusesOptionsThatCannotWork) {
+TEST(EngineOptionsTest, RefusesOptionsThatCannotWork) {
   EngineOptions options;
   options.num_blocks = 10;
   options.vocab_size = 10;

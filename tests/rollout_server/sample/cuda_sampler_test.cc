@@ -48,6 +48,8 @@ class GpuSampler {
              .stream = stream_->handle()};
   }
   std::vector<absl::StatusOr<DrawnToken>> Draw(const std::vector<DrawInput>& inputs) { return sampler_->Draw(view_, inputs); }
+  Sampler& sampler() const { return *sampler_; }
+  const Logits& logits() const { return view_; }
 
  private:
   std::unique_ptr<Stream> stream_;
@@ -272,6 +274,44 @@ TEST_F(CudaSamplerTest, RepeatsBitForBit) {
       EXPECT_EQ(again[r]->rollout_logprob, first[r]->rollout_logprob);
       EXPECT_EQ(again[r]->raw_logprob, first[r]->raw_logprob);
       EXPECT_EQ(again[r]->kept_mass, first[r]->kept_mass);
+    }
+  }
+}
+
+// Draws with penalties among them, whose maps all draws share; the ids lie on the device before they are collected.
+TEST_F(CudaSamplerTest, PendingDrawsKeepTheirTokensApart) {
+  const Rows rows = RandomRows(8, 5000, 12);
+  GpuSampler gpu(5000, 8);
+  gpu.Upload(rows);
+  std::vector<SamplingParams> kinds(4);
+  kinds[1].repetition_penalty = 1.7;
+  kinds[2].top_p = 0.8;
+  kinds[3].presence_penalty = 0.9, kinds[3].temperature = 0.6;
+  const std::vector<std::uint32_t> completion = {1, 2, 3, 70, 4999};
+  std::vector<std::vector<DrawInput>> inputs;
+  for (std::uint32_t i = 0; i < kinds.size(); ++i) {
+    inputs.emplace_back();
+    for (std::uint32_t r = 0; r < 8; ++r) {
+      inputs[i].push_back({.params = &kinds[i], .seed = 10 * i + r, .position = r, .completion = completion});
+    }
+  }
+  std::vector<std::vector<absl::StatusOr<DrawnToken>>> expected;
+  for (const auto& input : inputs) expected.push_back(gpu.Draw(input));
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    std::vector<PendingDraw> draws;
+    for (const auto& input : inputs) draws.push_back(*gpu.sampler().Start(gpu.logits(), input));
+    EXPECT_EQ(gpu.sampler().Start(gpu.logits(), inputs[0]).status().code(), absl::StatusCode::kFailedPrecondition);
+    for (const std::size_t i : {2, 0, 3, 1}) {
+      const auto drawn = gpu.sampler().Collect(draws[i]);
+      ASSERT_EQ(drawn.size(), 8u);
+      for (std::size_t r = 0; r < 8; ++r) {
+        ASSERT_TRUE(drawn[r].ok() && expected[i][r].ok()) << drawn[r].status();
+        EXPECT_EQ(drawn[r]->id, expected[i][r]->id);
+        EXPECT_EQ(drawn[r]->rollout_logprob, expected[i][r]->rollout_logprob);
+        std::uint32_t id = 0;
+        EXPECT_EQ(CopyToHost(Device::kCuda, &id, draws[i].place(static_cast<std::int64_t>(r)), sizeof(id)), absl::OkStatus());
+        EXPECT_EQ(id, drawn[r]->id);
+      }
     }
   }
 }

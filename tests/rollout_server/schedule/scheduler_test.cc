@@ -58,7 +58,7 @@ class Driver {
     if (plan.sequences.empty()) return false;
     for (const BlockCopy& copy : plan.copies) EXPECT_TRUE(model_.CopyBlock(copy.from, copy.to).ok());
     const StepBatch batch = BuildStepBatch(plan, scheduler_, block_tokens_, [&](const Sequence& sequence) {
-      return std::optional<AdapterView>({.scale = static_cast<float>(versions_[jobs_.at(sequence.id)])});
+      return SequenceInputs{.adapter = AdapterView{.scale = static_cast<float>(versions_[jobs_.at(sequence.id)])}};
     });
     const absl::StatusOr<Logits> logits = model_.Run(batch);
     EXPECT_TRUE(logits.ok()) << logits.status();

@@ -18,7 +18,7 @@
 #include "common/base/mutex.h"
 #include "common/base/random.h"
 #include "common/model/tokenizer.h"
-#include "rollout_server/model/decoder_model.h"
+#include "rollout_server/model/decoder_backends.h"
 
 namespace tandem::testing {
 
@@ -79,7 +79,9 @@ class FakeModel final : public DecoderModel {
       fail_next = false;
       return absl::InternalError("the fake model was told to fail");
     }
+    if (!fails_with.ok()) return fails_with;
     logits_.clear();
+    if (!batch.adapters.empty()) contexts_under_adapters.push_back(batch.context_lens);
     std::vector<std::uint64_t> hashes(batch.token_ids.size());
     const std::size_t num_sequences = batch.context_lens.size();
     if (batch.cu_query_lens.size() != num_sequences + 1 || batch.block_tables.size() != num_sequences) return Wrong("shapes");
@@ -99,13 +101,13 @@ class FakeModel final : public DecoderModel {
         if (slot != batch.slot_mapping[i]) return Wrong("slot mapping");
         if (!written_.insert({num_runs, slot}).second) return Wrong("a slot written twice in one step");
         const std::uint64_t previous = position == 0 ? 0 : cache_[Slot(table, position - 1)];
-        hashes[i] = cache_[slot] = NextHash(previous, batch.token_ids[i], scale);
+        hashes[i] = cache_[slot] = NextHash(previous, TokenOf(batch, static_cast<std::size_t>(i)), scale);
       }
     }
     written_.clear();
     for (std::int32_t row : batch.logit_rows) {
       std::vector<float> logits = LogitsOf(hashes[row], vocab_size_);
-      if (nan_after_token.has_value() && batch.token_ids[row] == *nan_after_token) {
+      if (nan_after_token.has_value() && TokenOf(batch, static_cast<std::size_t>(row)) == *nan_after_token) {
         logits[vocab_size_ / 2] = std::numeric_limits<float>::quiet_NaN();
       }
       logits_.insert(logits_.end(), logits.begin(), logits.end());
@@ -124,9 +126,11 @@ class FakeModel final : public DecoderModel {
 
   Gate* gate = nullptr;
   bool fail_next = false;
+  absl::Status fails_with;  // each step, unless OK
   std::optional<std::uint32_t> nan_after_token;
   int num_runs = 0;
   int num_copies = 0;
+  std::vector<std::vector<std::int32_t>> contexts_under_adapters;  // of each step that names an adapter
 
  private:
   std::int64_t Slot(const std::vector<std::int32_t>& table, int position) const {
