@@ -1,20 +1,22 @@
 // The forward pass on the GPU: weights in bf16 or codes of bf16 values, bf16 activations and KV cache, fp32 residual stream, sums
-// and logits. A step is packed into one page-locked buffer, copied once, and enqueued on one stream; memory comes from the
-// workspace alone.
+// and logits. A step is packed into page-locked memory, copied once, and enqueued on one stream, behind the step before it;
+// device memory comes from the workspace alone.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
-#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "common/base/log.h"
 #include "common/base/units.h"
+#include "common/gpu/cuda_event.h"
 #include "common/gpu/cuda_status.h"
 #include "common/gpu/stream.h"
+#include "common/model/kv_scale_table.h"
 #include "common/torch/rope_table.h"
 #include "kernels/attention/paged_attention.h"
 #include "kernels/embedding/embedding.h"
@@ -27,7 +29,6 @@
 #include "rollout_server/model/cuda_step_graphs.h"
 #include "rollout_server/model/decoder_backends.h"
 #include "rollout_server/model/device_adapters.h"
-#include "rollout_server/model/kv_scales.h"
 
 namespace tandem {
 namespace {
@@ -43,8 +44,8 @@ PagedAttentionShape AttentionShape(const ModelConfig& config, int block_tokens) 
           .page_tokens = block_tokens};
 }
 
-// The step's index arrays, int32, each at a place that depends on the options alone: a captured step finds the next one's there.
-// The longest comes last, so that the copy ends with what the step uses.
+// The step's index arrays, int32 but for the pointers of token_places, each at a place that depends on the options alone: a
+// captured step finds the next one's there. The longest comes last, so that the copy ends with what the step uses.
 struct StepPlaces {
   StepPlaces(const ModelConfig& config, const DecoderModelOptions& options) {
     const auto put = [this](std::int64_t count) {
@@ -53,6 +54,7 @@ struct StepPlaces {
       return begin;
     };
     token_ids = put(options.max_batch_tokens);
+    token_places = put(2 * std::int64_t{options.max_batch_tokens});
     positions = put(options.max_batch_tokens);
     slots = put(options.max_batch_tokens);
     logit_rows = put(options.max_logit_rows);
@@ -62,7 +64,7 @@ struct StepPlaces {
     max_pages = std::int64_t{options.max_sequences} * ((config.max_positions + options.block_tokens - 1) / options.block_tokens);
     page_indices = put(max_pages);
   }
-  std::int64_t token_ids, positions, slots, logit_rows, query_indptr, page_indptr, last_page_tokens, page_indices;
+  std::int64_t token_ids, token_places, positions, slots, logit_rows, query_indptr, page_indptr, last_page_tokens, page_indices;
   std::int64_t max_pages;
   std::int64_t size = 0;  // elements
 };
@@ -76,7 +78,7 @@ struct WorkspacePlaces {
       return begin;
     };
     const bool is_fp8 = options.kv_dtype == DType::kFp8E4m3;
-    kv_scales = put(is_fp8 ? KvScales::Bytes(config) : 0);  // first: the next process looks for them here
+    kv_scales = put(KvScaleTable::Bytes(config));  // first: the trainer and the next process look for them here
     const auto tokens = static_cast<std::uint64_t>(options.max_batch_tokens);
     const auto d = static_cast<std::uint64_t>(config.hidden_size), f = static_cast<std::uint64_t>(config.intermediate_size);
     const auto q = static_cast<std::uint64_t>(config.q_size()), kv = static_cast<std::uint64_t>(config.kv_size());
@@ -88,7 +90,6 @@ struct WorkspacePlaces {
     attention = put_rows(q);
     key_rows = put_rows(is_fp8 ? kv : 0);
     value_rows = put_rows(is_fp8 ? kv : 0);
-    row_slots = put(is_fp8 ? tokens * sizeof(std::int32_t) : 0);
     gate_up = put(tokens * 2 * f * sizeof(float));
     activated = put_rows(f);
     adapter_x = put_rows(DeviceAdapters::MaxWidth(options.max_adapter_rank));
@@ -120,7 +121,6 @@ struct WorkspacePlaces {
   std::uint64_t gemm, adapters, adapter_bytes;
   std::uint64_t dense;                            // values of the weight in codes that is multiplied with
   std::uint64_t kv_scales, key_rows, value_rows;  // of a cache in fp8; rows: [max_batch_tokens, kv_size] on their way to it
-  std::uint64_t row_slots;                        // int32 [max_batch_tokens]: 0, 1, 2, ...
   std::uint64_t total_bytes = 0;
 };
 
@@ -141,11 +141,25 @@ struct StepShape {
   PagedAttentionPlan plan;
 };
 
+// Page-locked memory that a step is packed into while the one before it may still wait for its copy.
+struct StepStaging {
+  std::unique_ptr<HostBuffer> indices, plan;
+  std::unique_ptr<CudaEvent> copied;  // both are on the device
+
+  static absl::StatusOr<StepStaging> Create(std::uint64_t index_bytes, std::uint64_t plan_bytes) {
+    StepStaging staging;
+    TANDEM_ASSIGN_OR_RETURN(staging.indices, HostBuffer::Create(Device::kCuda, index_bytes));
+    TANDEM_ASSIGN_OR_RETURN(staging.plan, HostBuffer::Create(Device::kCuda, plan_bytes));
+    TANDEM_ASSIGN_OR_RETURN(staging.copied, CudaEvent::Create());
+    return staging;
+  }
+};
+
 class CudaDecoderModel : public DecoderModel {
  public:
   CudaDecoderModel(const ModelConfig& config, const WeightLayout& layout, const std::byte* weights, std::span<std::byte> kv_cache,
                    const DecoderModelOptions& options, std::unique_ptr<Stream> stream, std::unique_ptr<Gemm> gemm,
-                   std::unique_ptr<HostBuffer> staging, std::unique_ptr<HostBuffer> plan_staging)
+                   std::array<StepStaging, 2> staging)
       : config_(config),
         layout_(layout),
         weights_(weights),
@@ -155,10 +169,7 @@ class CudaDecoderModel : public DecoderModel {
         stream_(std::move(stream)),
         gemm_(std::move(gemm)),
         staging_(std::move(staging)),
-        plan_staging_(std::move(plan_staging)),
-        kv_scales_(options.kv_dtype == DType::kFp8E4m3
-                       ? std::optional<KvScales>(std::in_place, config, layout.digest, at(places_.kv_scales))
-                       : std::nullopt),
+        kv_scales_(config, layout.digest, Device::kCuda, options.workspace.subspan(places_.kv_scales)),
         adapters_(config, options.max_adapters, options.max_adapter_rank, at(places_.adapters)),
         graphs_(stream_->handle()) {}
   ~CudaDecoderModel() override {
@@ -189,22 +200,28 @@ class CudaDecoderModel : public DecoderModel {
   const void* WeightOrNull(const std::optional<TensorPlace>& place) const { return place.has_value() ? Weight(*place) : nullptr; }
   template <typename T>
   T* Index(std::int64_t begin) const {
-    return reinterpret_cast<T*>(at(places_.step_indices)) + begin;
+    return reinterpret_cast<T*>(at(places_.step_indices) + begin * static_cast<std::int64_t>(sizeof(std::int32_t)));
   }
-  std::int32_t* Staged(std::int64_t begin) const { return reinterpret_cast<std::int32_t*>(staging_->bytes().data()) + begin; }
-  PagedAttentionScratch scratch() const {
+  StepStaging& staging() { return staging_[num_steps_ % staging_.size()]; }
+  std::int32_t* Staged(std::int64_t begin) { return reinterpret_cast<std::int32_t*>(staging().indices->bytes().data()) + begin; }
+  PagedAttentionScratch scratch() {
     return {.partials = {at(places_.attention_partials), places_.attention_partial_bytes},
             .indices = {at(places_.attention_indices), places_.attention_index_bytes},
-            .staging = plan_staging_->bytes()};
+            .staging = staging().plan->bytes()};
   }
+  bool is_kv_fp8() const { return options_.kv_dtype == DType::kFp8E4m3; }
   // This step finds the scales of the cache.
-  bool is_measuring() const { return kv_scales_.has_value() && !kv_scales_->are_set(); }
+  bool is_measuring() const { return is_kv_fp8() && !are_kv_scales_set_; }
   std::int64_t page_elements() const { return std::int64_t{options_.block_tokens} * config_.kv_size(); }
 
   absl::Status CheckCapacity(const StepBatch& batch) const;
   absl::Status CheckScales(const StepBatch& batch) const;
+  absl::Status FreezeScales();
   // The bucket of a step in which every sequence decodes one token, draws, and runs under one adapter or none.
   std::optional<std::int64_t> GraphBucket(const StepBatch& batch, const StepShape& shape) const;
+  void Begin(StepPart part) const {
+    if (options_.on_part) options_.on_part(part, stream());
+  }
   void Pack(const StepBatch& batch, const StepShape& shape);
   absl::Status FindRuns(const StepBatch& batch, StepShape* shape);
   absl::Status Enqueue(const StepShape& shape);
@@ -223,9 +240,10 @@ class CudaDecoderModel : public DecoderModel {
   const WorkspacePlaces places_;
   const std::unique_ptr<Stream> stream_;
   const std::unique_ptr<Gemm> gemm_;
-  const std::unique_ptr<HostBuffer> staging_;
-  const std::unique_ptr<HostBuffer> plan_staging_;
-  std::optional<KvScales> kv_scales_;  // of a cache in fp8
+  std::array<StepStaging, 2> staging_;
+  std::uint64_t num_steps_ = 0;
+  KvScaleTable kv_scales_;
+  bool are_kv_scales_set_ = false;
   DeviceAdapters adapters_;
   StepGraphs graphs_;
 };
@@ -238,11 +256,10 @@ absl::Status CudaDecoderModel::Prepare() {
                                         .cosines = reinterpret_cast<float*>(at(places_.cosines)),
                                         .sines = reinterpret_cast<float*>(at(places_.sines))},
                                        Device::kCuda, stream()));
-  if (kv_scales_.has_value()) {
-    std::vector<std::int32_t> rows(static_cast<std::size_t>(options_.max_batch_tokens));
-    std::iota(rows.begin(), rows.end(), 0);
-    TANDEM_RETURN_IF_ERROR(CopyFromHost(Device::kCuda, at(places_.row_slots), rows.data(), rows.size() * sizeof(rows[0])));
-    TANDEM_RETURN_IF_ERROR(kv_scales_->Find());
+  if (is_kv_fp8()) {
+    TANDEM_ASSIGN_OR_RETURN(are_kv_scales_set_, kv_scales_.AreSet());
+  } else {
+    TANDEM_RETURN_IF_ERROR(kv_scales_.Withdraw());
   }
   return Fence();
 }
@@ -255,6 +272,14 @@ absl::Status CudaDecoderModel::CheckScales(const StepBatch& batch) const {
     return absl::FailedPreconditionError(absl::StrCat("KV cache in fp8: sequence ", s, " reads ", batch.context_lens[s] - num_new,
                                                       " tokens of a cache that has no scales yet"));
   }
+  return absl::OkStatus();
+}
+
+// What the step in the stream has measured stands from now on. A head without a number has none in any row of the step.
+absl::Status CudaDecoderModel::FreezeScales() {
+  TANDEM_RETURN_IF_ERROR(Fence());
+  TANDEM_RETURN_IF_ERROR(Annotate(kv_scales_.Set(), "measuring the first prompts (NaN: infinite or NaN in every row)"));
+  are_kv_scales_set_ = true;
   return absl::OkStatus();
 }
 
@@ -305,6 +330,9 @@ void CudaDecoderModel::Pack(const StepBatch& batch, const StepShape& shape) {
   const auto num_tokens = static_cast<std::int64_t>(batch.token_ids.size());
   const auto num_sequences = static_cast<std::int64_t>(batch.context_lens.size());
   std::memcpy(Staged(step.token_ids), batch.token_ids.data(), batch.token_ids.size() * sizeof(std::int32_t));
+  auto* const token_places = reinterpret_cast<const std::uint32_t**>(Staged(step.token_places));
+  std::fill_n(token_places, shape.num_rows, nullptr);
+  std::copy(batch.token_places.begin(), batch.token_places.end(), token_places);
   std::copy(batch.positions.begin(), batch.positions.end(), Staged(step.positions));
   std::transform(batch.slot_mapping.begin(), batch.slot_mapping.end(), Staged(step.slots),
                  [](std::int64_t slot) { return static_cast<std::int32_t>(slot); });
@@ -337,7 +365,8 @@ absl::StatusOr<Logits> CudaDecoderModel::Run(const StepBatch& batch) {
   TANDEM_RETURN_IF_ERROR(CheckStepBatch(batch, config_, options_.num_blocks, options_.block_tokens));
   TANDEM_RETURN_IF_ERROR(CheckCapacity(batch));
   TANDEM_RETURN_IF_ERROR(CheckScales(batch));
-  TANDEM_RETURN_IF_ERROR(Fence());  // the step before may still read the staging memory
+  ++num_steps_;
+  TANDEM_RETURN_IF_ERROR(staging().copied->Wait());  // of the step before the last
   StepShape shape;
   shape.num_rows = static_cast<std::int64_t>(batch.token_ids.size());
   shape.num_sequences = static_cast<std::int64_t>(batch.context_lens.size());
@@ -356,7 +385,7 @@ absl::StatusOr<Logits> CudaDecoderModel::Run(const StepBatch& batch) {
   const StepPlaces& step = places_.step;
   const std::size_t used = static_cast<std::size_t>(step.page_indices + Staged(step.page_indptr)[shape.num_sequences]);
   TANDEM_RETURN_IF_ERROR(
-      CudaToStatus(cudaMemcpyAsync(at(places_.step_indices), staging_->bytes().data(), used * sizeof(std::int32_t),
+      CudaToStatus(cudaMemcpyAsync(at(places_.step_indices), staging().indices->bytes().data(), used * sizeof(std::int32_t),
                                    cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream())),
                    "copying a step's indices"));
   TANDEM_RETURN_IF_ERROR(PlanPagedAttention({.shape = AttentionShape(config_, options_.block_tokens),
@@ -366,14 +395,15 @@ absl::StatusOr<Logits> CudaDecoderModel::Run(const StepBatch& batch) {
                                              .num_rows = shape.num_rows,
                                              .is_fixed_shape = bucket.has_value()},
                                             scratch(), &shape.plan, stream()));
-  if (bucket.has_value()) {
+  TANDEM_RETURN_IF_ERROR(staging().copied->Record(stream()));
+  if (bucket.has_value() && !options_.on_part) {
     const StepGraphKey key = {.num_rows = *bucket,
                               .adapter = shape.runs.front().adapter == nullptr ? 0 : shape.runs.front().adapter->graph_id,
                               .plan = shape.plan.values};
     TANDEM_RETURN_IF_ERROR(graphs_.Run(key, [&] { return Enqueue(shape); }));
   } else {
     TANDEM_RETURN_IF_ERROR(Enqueue(shape));
-    if (is_measuring()) TANDEM_RETURN_IF_ERROR(kv_scales_->Freeze(stream()));
+    if (is_measuring()) TANDEM_RETURN_IF_ERROR(FreezeScales());
   }
   return Logits{.data = reinterpret_cast<const float*>(at(places_.logits)),
                 .num_rows = static_cast<std::int64_t>(batch.logit_rows.size()),
@@ -383,9 +413,11 @@ absl::StatusOr<Logits> CudaDecoderModel::Run(const StepBatch& batch) {
 }
 
 absl::Status CudaDecoderModel::Enqueue(const StepShape& shape) {
+  Begin(StepPart::kElementwise);
   TANDEM_RETURN_IF_ERROR(Embedding({.dtype = DType::kBf16,
                                     .table = Weight(layout_.embedding),
                                     .token_ids = Index<std::uint32_t>(places_.step.token_ids),
+                                    .token_places = Index<const std::uint32_t* const>(places_.step.token_places),
                                     .output = hidden(),
                                     .num_rows = shape.num_rows,
                                     .width = config_.hidden_size},
@@ -414,41 +446,43 @@ absl::Status CudaDecoderModel::EnqueueLayer(const StepShape& shape, int layer) {
   std::byte* const keys = cache_ + kv_bytes * 2 * layer * page_elements();
   std::byte* const values = keys + kv_bytes * page_elements();
   const std::int64_t page_stride = 2 * config_.num_layers * page_elements();
-  const bool is_fp8 = kv_scales_.has_value();
+  const bool is_fp8 = is_kv_fp8();
 
+  Begin(StepPart::kElementwise);
   TANDEM_RETURN_IF_ERROR(Norm(layer_places.input_norm, nullptr, shape.num_rows));
   TANDEM_RETURN_IF_ERROR(Linear(shape, at(places_.normed), layer_places.qkv, layer, LinearGroup::kQkv, qkv(), 0));
-  TANDEM_RETURN_IF_ERROR(RopeAndCache(
-      {.dtype = DType::kBf16,
-       .qkv = qkv(),
-       .queries = at(places_.queries),
-       .query_row_stride = config_.q_size(),
-       .bias = WeightOrNull(layer_places.qkv_bias),
-       .q_norm = WeightOrNull(layer_places.q_norm),
-       .k_norm = WeightOrNull(layer_places.k_norm),
-       .epsilon = config_.rms_norm_epsilon,
-       .num_rows = shape.num_rows,
-       .num_heads = config_.num_heads,
-       .num_kv_heads = config_.num_kv_heads,
-       .head_dim = config_.head_dim,
-       .positions = Index<const std::int32_t>(step.positions),
-       .cosines = reinterpret_cast<const float*>(at(places_.cosines)),
-       .sines = reinterpret_cast<const float*>(at(places_.sines)),
-       .slots = is_fp8 ? reinterpret_cast<const std::int32_t*>(at(places_.row_slots)) : Index<const std::int32_t>(step.slots),
-       .keys = is_fp8 ? at(places_.key_rows) : keys,
-       .values = is_fp8 ? at(places_.value_rows) : values,
-       .page_stride = is_fp8 ? config_.kv_size() : page_stride,
-       .page_tokens = is_fp8 ? 1 : options_.block_tokens},
-      Device::kCuda, stream()));
+  Begin(StepPart::kElementwise);
+  TANDEM_RETURN_IF_ERROR(RopeAndCache({.dtype = DType::kBf16,
+                                       .qkv = qkv(),
+                                       .queries = at(places_.queries),
+                                       .query_row_stride = config_.q_size(),
+                                       .bias = WeightOrNull(layer_places.qkv_bias),
+                                       .q_norm = WeightOrNull(layer_places.q_norm),
+                                       .k_norm = WeightOrNull(layer_places.k_norm),
+                                       .epsilon = config_.rms_norm_epsilon,
+                                       .num_rows = shape.num_rows,
+                                       .num_heads = config_.num_heads,
+                                       .num_kv_heads = config_.num_kv_heads,
+                                       .head_dim = config_.head_dim,
+                                       .positions = Index<const std::int32_t>(step.positions),
+                                       .cosines = reinterpret_cast<const float*>(at(places_.cosines)),
+                                       .sines = reinterpret_cast<const float*>(at(places_.sines)),
+                                       .slots = is_fp8 ? nullptr : Index<const std::int32_t>(step.slots),
+                                       .keys = is_fp8 ? at(places_.key_rows) : keys,
+                                       .values = is_fp8 ? at(places_.value_rows) : values,
+                                       .page_stride = is_fp8 ? config_.kv_size() : page_stride,
+                                       .page_tokens = is_fp8 ? 1 : options_.block_tokens},
+                                      Device::kCuda, stream()));
   if (is_fp8) TANDEM_RETURN_IF_ERROR(StoreKv(shape, layer, keys, values, page_stride));
+  Begin(StepPart::kAttention);
   TANDEM_RETURN_IF_ERROR(PagedAttention({.shape = AttentionShape(config_, options_.block_tokens),
                                          .query = at(places_.queries),
                                          .query_row_stride = config_.q_size(),
                                          .keys = keys,
                                          .values = values,
                                          .page_stride = page_stride,
-                                         .key_scales = is_fp8 ? kv_scales_->layer(layer) : nullptr,
-                                         .value_scales = is_fp8 ? kv_scales_->layer(layer) + config_.num_kv_heads : nullptr,
+                                         .key_scales = is_fp8 ? kv_scales_.layer(layer) : nullptr,
+                                         .value_scales = is_fp8 ? kv_scales_.layer(layer) + config_.num_kv_heads : nullptr,
                                          .output = at(places_.attention),
                                          .query_indptr = Index<const std::int32_t>(step.query_indptr),
                                          .page_indptr = Index<const std::int32_t>(step.page_indptr),
@@ -457,8 +491,10 @@ absl::Status CudaDecoderModel::EnqueueLayer(const StepShape& shape, int layer) {
                                          .num_sequences = shape.num_sequences},
                                         shape.plan, scratch(), Device::kCuda, stream()));
   TANDEM_RETURN_IF_ERROR(Linear(shape, at(places_.attention), layer_places.o, layer, LinearGroup::kO, hidden(), 1));
+  Begin(StepPart::kElementwise);
   TANDEM_RETURN_IF_ERROR(Norm(layer_places.post_norm, nullptr, shape.num_rows));
   TANDEM_RETURN_IF_ERROR(Linear(shape, at(places_.normed), layer_places.gate_up, layer, LinearGroup::kGateUp, gate_up(), 0));
+  Begin(StepPart::kElementwise);
   TANDEM_RETURN_IF_ERROR(Swiglu({.dtype = DType::kBf16,
                                  .gate_up = gate_up(),
                                  .output = at(places_.activated),
@@ -472,6 +508,7 @@ absl::Status CudaDecoderModel::EnqueueLayer(const StepShape& shape, int layer) {
 // together.
 absl::Status CudaDecoderModel::Linear(const StepShape& shape, const void* x, const LinearPlace& weight, int layer,
                                       LinearGroup group, float* y, float beta) {
+  Begin(StepPart::kLinear);
   const std::int64_t outputs = weight.shape[0], inputs = weight.shape[1];
   const auto y_rows = [&](std::int64_t begin, std::int64_t end) {
     return MatrixView{.data = y + begin * outputs, .rows = end - begin, .columns = outputs, .row_stride = outputs};
@@ -531,7 +568,9 @@ absl::Status CudaDecoderModel::StoreKv(const StepShape& shape, int layer, std::b
                               .num_kv_heads = config_.num_kv_heads,
                               .head_dim = config_.head_dim,
                               .slots = Index<const std::int32_t>(places_.step.slots),
-                              .scales = kv_scales_->layer(layer),
+                              .scales = kv_scales_.layer(layer),
+                              .queries = at(places_.queries),
+                              .query_row_stride = config_.q_size(),
                               .key_pages = keys,
                               .value_pages = values,
                               .page_stride = page_stride,
@@ -542,6 +581,7 @@ absl::Status CudaDecoderModel::StoreKv(const StepShape& shape, int layer, std::b
 
 absl::Status CudaDecoderModel::Head(const StepShape& shape) {
   if (shape.num_logits == 0) return absl::OkStatus();
+  Begin(StepPart::kHead);
   const auto* rows = shape.is_every_row_wanted ? nullptr : Index<const std::int32_t>(places_.step.logit_rows);
   TANDEM_RETURN_IF_ERROR(Norm(layout_.final_norm, rows, shape.num_logits));
   const std::int64_t d = config_.hidden_size, vocab = config_.vocab_size;
@@ -594,12 +634,13 @@ absl::StatusOr<std::unique_ptr<DecoderModel>> CreateCudaDecoderModel(const Model
   TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, Stream::Create(Device::kCuda));
   TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<Gemm> gemm,
                           Gemm::Create(Device::kCuda, {options.workspace.data() + places.gemm, kGemmWorkspaceBytes}));
-  TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<HostBuffer> staging,
-                          HostBuffer::Create(Device::kCuda, static_cast<std::size_t>(places.step.size) * sizeof(std::int32_t)));
-  TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<HostBuffer> plan_staging,
-                          HostBuffer::Create(Device::kCuda, places.attention_index_bytes));
+  std::array<StepStaging, 2> staging;
+  for (StepStaging& one : staging) {
+    TANDEM_ASSIGN_OR_RETURN(one, StepStaging::Create(static_cast<std::uint64_t>(places.step.size) * sizeof(std::int32_t),
+                                                     places.attention_index_bytes));
+  }
   auto model = std::make_unique<CudaDecoderModel>(config, layout, weights, kv_cache, options, std::move(stream), std::move(gemm),
-                                                  std::move(staging), std::move(plan_staging));
+                                                  std::move(staging));
   TANDEM_RETURN_IF_ERROR(model->Prepare());
   return model;
 }

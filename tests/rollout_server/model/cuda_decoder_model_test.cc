@@ -5,10 +5,10 @@
 #include <numeric>
 #include <string>
 
+#include "common/model/kv_scale_table.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "rollout_server/model/decoder_model.h"
-#include "rollout_server/model/kv_scales.h"
 #include "rollout_server/sample/sampler.h"
 #include "tests/support/device_bytes.h"
 #include "tests/support/naive_transformer.h"
@@ -326,7 +326,7 @@ TEST_F(CudaDecoderModelTest, ScalesOfAnFp8CacheStayToTheBit) {
   const Weights weights;
   GpuModel gpu(weights, DType::kFp8E4m3);
   Feeder feeder;
-  std::vector<std::byte> first(KvScales::Bytes(weights.model.config)), now(first.size());
+  std::vector<std::byte> first(KvScaleTable::Bytes(weights.model.config)), now(first.size());
   const auto read = [&](std::vector<std::byte>* to) {
     EXPECT_EQ(CopyToHost(Device::kCuda, to->data(), gpu.workspace().data(), to->size()), absl::OkStatus());
   };
@@ -351,6 +351,39 @@ TEST_F(CudaDecoderModelTest, ScalesOfAnFp8CacheStayToTheBit) {
   gpu.Run(feeder.Next({{3, RandomIds(1, 30)}}, false));
   read(&now);
   EXPECT_EQ(now, first) << "the same prompt measures the same";
+}
+
+// Infinite or NaN keys end their own sequence by its logits, and neither its neighbour nor the cache's scales, in the first step
+// and later. Where nobody else is in the first step there is nothing to measure.
+TEST_F(CudaDecoderModelTest, AnFp8CacheHidesNoInfinityAndNoNan) {
+  const Weights weights;
+  for (const float bad : {NAN, INFINITY}) {
+    SCOPED_TRACE(bad);
+    DeviceAdapterCopy adapter(weights.model.config, 8, {LinearKind::kKProj}, 1.f, 3);
+    const AdapterPlace& place = adapter.host.layout.places.front();
+    std::fill_n(adapter.host.slot->floats() + place.b_begin_bytes / sizeof(float), 8, bad);  // the first output of layer 0
+    adapter.Upload();
+    const GpuModel gpu(weights, DType::kFp8E4m3);
+    Feeder feeder;
+    const auto step = [&](const std::vector<Feeder::Chunk>& chunks) {
+      StepBatch batch = feeder.Next(chunks, true);
+      batch.adapters = {adapter.device_view(1)};
+      return batch;
+    };
+    const absl::Status alone = gpu->Run(step({{2, RandomIds(3, 15), 0}})).status();
+    EXPECT_EQ(alone.code(), absl::StatusCode::kOutOfRange) << alone;
+    EXPECT_THAT(std::string(alone.message()), HasSubstr("keys of layer 0, head 0 have scale nan"));
+    for (int t = 0; t < 2; ++t) {
+      const std::vector<Row> rows = gpu.Run(step({{0, RandomIds(1, 20)}, {1, RandomIds(2, 20), 0}}));
+      ASSERT_EQ(rows.size(), 40u);
+      for (std::size_t r = 0; r < rows.size(); ++r) {
+        const auto num_numbers = std::count_if(rows[r].begin(), rows[r].end(), [](float logit) { return std::isfinite(logit); });
+        EXPECT_EQ(num_numbers, r < 20 ? std::ptrdiff_t{264} : 0) << "step " << t << ", row " << r;
+      }
+    }
+    const std::vector<Row> decoded = gpu.Run(step({{0, {5}}}));
+    EXPECT_TRUE(std::all_of(decoded[0].begin(), decoded[0].end(), [](float logit) { return std::isfinite(logit); }));
+  }
 }
 
 TEST_F(CudaDecoderModelTest, EachSequenceRunsUnderItsOwnAdapter) {
