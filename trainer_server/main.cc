@@ -11,6 +11,7 @@
 #include "common/base/log.h"
 #include "common/base/units.h"
 #include "common/gpu/device_code.h"
+#include "common/model/kv_scale_table.h"
 #include "common/model/model_source.h"
 #include "common/model/prompt_encoder.h"
 #include "common/rpc/daemon.h"
@@ -81,7 +82,9 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   environment.device = {device, compute.stream.get(), compute.optimizer_scratch.data()};
   environment.standing_bytes = standing_region.size() - compute.standing_bytes();
   const std::byte* const weights = pool->region(v1::REGION_KIND_WEIGHTS).data();
-  const PolicyDevice policy_device{device, compute.stream.get(), compute.gemm.get()};
+  std::span<std::byte> kv_scales = pool->region(v1::REGION_KIND_ROLLOUT_STANDING);
+  if (kv_scales.size() < KvScaleTable::Bytes(description.config)) kv_scales = {};  // nor has a cache in fp8 room there
+  const PolicyDevice policy_device{device, compute.stream.get(), compute.gemm.get(), kv_scales};
   environment.make_policy = [&description, &layout, weights, policy_device](const AdapterMemory& memory,
                                                                             const PolicyOptions& options) {
     return PolicyModel::Create(description.config, layout, weights, memory, options, policy_device);

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "common/base/log.h"
 #include "common/gpu/cuda_status.h"
 #include "kernels/embedding/embedding.h"
 #include "kernels/kv_cache/kv_cache.h"
@@ -151,6 +152,15 @@ std::unique_ptr<typename CudaBackend<T>::Plan> CudaBackend<T>::MakePlan(const Mi
     const FlashRows rows(batch);
     if (rows.is_served && FlashAttention::Serves(config_)) plan->flash.emplace(config_, rows, stream_->handle());
   }
+  if (kv_scales_.has_value()) {
+    const absl::StatusOr<bool> are_set = kv_scales_->AreSet();
+    Check(are_set.status());
+    plan->rounds_kv = *are_set;
+    if (*are_set && !is_rounding_logged_) {
+      is_rounding_logged_ = true;
+      TANDEM_LOG(kInfo, "policy", "keys and values are rounded to E4M3, as in the rollout server's KV cache");
+    }
+  }
   const std::int64_t num_positions = *std::max_element(batch.positions.begin(), batch.positions.end()) + 1;
   rope_.Ensure(num_positions);
   const auto table_size = static_cast<std::size_t>(num_positions * (config_.head_dim / 2));
@@ -277,7 +287,8 @@ void CudaBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, const Sum* p
                       .keys = qkv + q,
                       .values = qkv + q + kv,
                       .page_stride = width,
-                      .page_tokens = 1},
+                      .page_tokens = 1,
+                      .kv_scales = plan->rounds_kv ? weights.kv_scales : nullptr},
                      Device::kCuda, stream_->handle()));
 }
 

@@ -12,10 +12,12 @@
 #include <optional>
 #include <span>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "common/gpu/dtype.h"
 #include "common/gpu/stream.h"
+#include "common/model/kv_scale_table.h"
 #include "common/torch/buffer.h"
 #include "common/torch/matrix.h"
 #include "common/torch/rope_table.h"
@@ -53,12 +55,14 @@ class CudaBackend {
     PackedRows packed_rows;
     Buffer<float> cosines, sines;         // [positions, head_dim / 2]
     std::optional<FlashAttention> flash;  // where it serves
+    bool rounds_kv = false;               // keys and values, as the rollout server's cache in fp8 does
   };
 
   // `head`: weight on the device; its tiles are upper bounds, 0: the backend's own. `stream` and `gemm` outlive the
-  // backend and are used by nobody else meanwhile.
-  CudaBackend(const ModelConfig& config, const LinearHead<T>& head, Stream* stream, Gemm* gemm)
-      : config_(config), head_(head), stream_(stream), gemm_(gemm), rope_(config) {}
+  // backend and are used by nobody else meanwhile. `kv_scales`: of the layers' AfterQkv, looked at by each MakePlan.
+  CudaBackend(const ModelConfig& config, const LinearHead<T>& head, Stream* stream, Gemm* gemm,
+              std::optional<KvScaleTable> kv_scales = std::nullopt)
+      : config_(config), head_(head), stream_(stream), gemm_(gemm), kv_scales_(std::move(kv_scales)), rope_(config) {}
 
   std::unique_ptr<Plan> MakePlan(const MicroBatch& batch);
   template <typename U>
@@ -78,6 +82,7 @@ class CudaBackend {
   void AddProduct(Matrix<const T> a, Matrix<const T> b, Matrix<Sum> c, double alpha);
   void Swiglu(const Sum* gate_up, T* activated, std::int64_t rows);
   void SwigluBackward(const Sum* gate_up, const T* grad_activated, T* grad_gate_up, std::int64_t rows);
+  // Keys and values that are rounded to E4M3 pass their gradients straight through, saturated ones too.
   void FinishQkv(Plan* plan, const AfterQkv& weights, const Sum* product, T* qkv, T* unnormed);
   void FinishQkvBackward(Plan* plan, const AfterQkv& weights, const T* unnormed, T* grad_qkv);
   void AttentionForward(Plan* plan, const T* qkv, T* output, Sum* lse);
@@ -129,6 +134,8 @@ class CudaBackend {
   LinearHead<T> head_;
   Stream* stream_;
   Gemm* gemm_;
+  std::optional<KvScaleTable> kv_scales_;
+  bool is_rounding_logged_ = false;
   RopeTable<float> rope_;
 };
 

@@ -1,8 +1,10 @@
 #include "trainer_server/policy/cuda_policy_model.h"
 
+#include <optional>
 #include <utility>
 
 #include "common/base/check.h"
+#include "common/model/kv_scale_table.h"
 #include "trainer_server/policy/cuda_backend.h"
 #include "trainer_server/policy/network_policy_model.h"
 #include "trainer_server/policy/policy_network.inc"
@@ -24,7 +26,14 @@ std::unique_ptr<PolicyModel> Make(const ModelConfig& config, const WeightLayout&
   LinearHead<T> head = HeadAt(config, views.head, options);
   head.row_tile = options.logit_chunk;
   head.vocab_tile = 0;
-  CudaBackend<T> backend(config, head, device.stream, device.gemm);
+  std::optional<KvScaleTable> kv_scales;
+  if (!device.kv_scales.empty()) {
+    kv_scales.emplace(config, layout.digest, Device::kCuda, device.kv_scales);
+    for (int layer = 0; layer < config.num_layers; ++layer) {
+      views.layers[static_cast<std::size_t>(layer)].after_qkv.kv_scales = kv_scales->layer(layer);
+    }
+  }
+  CudaBackend<T> backend(config, head, device.stream, device.gemm, kv_scales);
   return std::make_unique<NetworkPolicyModel<CudaBackend<T>>>(config, std::move(views), std::move(backend), Device::kCuda, memory,
                                                               options, std::move(adapter_layout));
 }

@@ -28,6 +28,7 @@ struct NetworkWeights {
     const T* bias = nullptr;    // [q + 2 kv]; null: the family has none; likewise the norms
     const T* q_norm = nullptr;  // [head_dim]
     const T* k_norm = nullptr;
+    const float* kv_scales = nullptr;  // [2 (keys, values), num_kv_heads], on a GPU: of KvScaleTable; count while they are set
   };
   struct Layer {
     const T* input_norm = nullptr;  // shapes as in weight_layout.h

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <utility>
 
+#include "common/model/kv_scale_table.h"
 #include "trainer_server/policy/cpu_backend.h"
 #include "trainer_server/policy/cuda_policy_model.h"
 #include "trainer_server/policy/network_policy_model.h"
@@ -78,6 +79,13 @@ absl::StatusOr<std::unique_ptr<PolicyModel>> PolicyModel::Create(const ModelConf
   }
   if (device.device == Device::kCuda) {
     return CreateCudaPolicyModel(config, layout, weights, memory, options, device, std::move(adapter_layout));
+  }
+  if (!device.kv_scales.empty()) {
+    TANDEM_ASSIGN_OR_RETURN(const bool is_kv_fp8, KvScaleTable(config, layout.digest, device.device, device.kv_scales).AreSet());
+    if (is_kv_fp8) {
+      return absl::FailedPreconditionError(
+          "policy: the rollout server's KV cache is in fp8, which the CPU's forward pass cannot follow");
+    }
   }
   NetworkWeights<float> views = WeightsAt<float>(layout, weights);
   CpuBackend<float> backend(config, HeadAt(config, views.head, options));

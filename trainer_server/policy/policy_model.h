@@ -28,11 +28,14 @@ struct PolicyOptions {
   std::uint64_t seed = 0;  // dropout masks
 };
 
-// What the policy computes with on a GPU; used by nobody else while one of its functions runs.
+// What the policy computes with on a GPU; stream and gemm are used by nobody else while one of its functions runs.
 struct PolicyDevice {
   Device device = Device::kCpu;
   Stream* stream = nullptr;
   Gemm* gemm = nullptr;
+  // The memory of KvScaleTable, on the device: where the rollout server's KV cache has scales, forward passes round keys and
+  // values as it does. Empty: there is no such cache. Outlives the policy.
+  std::span<std::byte> kv_scales = {};
 };
 
 // Fp32 arrays in AdapterLayout order, kept in the trainer's standing region, on the policy's device.
@@ -51,6 +54,8 @@ struct HeadScores {
 // On a GPU all memory below is device memory; functions return when their work there is done.
 class PolicyModel {
  public:
+  // Errors: INVALID_ARGUMENT (options, sizes, weights), FAILED_PRECONDITION (the CPU beside a KV cache in fp8, which it has no
+  // rounding for), UNIMPLEMENTED (no device code).
   static absl::StatusOr<std::unique_ptr<PolicyModel>> Create(const ModelConfig& config, const WeightLayout& layout,
                                                              const std::byte* weights, const AdapterMemory& memory,
                                                              const PolicyOptions& options, const PolicyDevice& device = {});

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "common/model/kv_scale_table.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "rollout_server/model/decoder_model.h"
@@ -343,6 +344,21 @@ TEST(Policy, RefusesWhatItCannotRun) {
                 .status()
                 .code(),
             absl::StatusCode::kInvalidArgument);
+
+  AlignedBytes kv_scales(KvScaleTable::Bytes(base.config));
+  const auto beside_a_cache = [&] {
+    return PolicyModel::Create(base.config, base.layout, base.weights->data(), {policy.masters.span(), policy.gradients.span()},
+                               AllLayers(), {.device = Device::kCpu, .kv_scales = kv_scales.span()})
+        .status();
+  };
+  EXPECT_EQ(beside_a_cache(), absl::OkStatus());
+  KvScaleTable table(base.config, base.layout.digest, Device::kCpu, kv_scales.span());
+  for (int layer = 0; layer < base.config.num_layers; ++layer) {
+    std::fill_n(table.layer(layer), 2 * base.config.num_kv_heads, 1.f);
+  }
+  ASSERT_EQ(table.Set(), absl::OkStatus());
+  EXPECT_EQ(beside_a_cache().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(beside_a_cache().message()), HasSubstr("KV cache is in fp8"));
 }
 
 // ------------------------------------------------------------------------------------------------- float64, finite differences
