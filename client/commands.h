@@ -17,7 +17,9 @@ struct SubmitOptions {
   std::vector<std::string> overrides;  // text-format fields merged over the file: "seed: 1"
 };
 absl::Status Submit(const Connection& connection, const Words& words, const SubmitOptions& options);
-absl::Status Plan(const Connection& connection, const Words& words, const SubmitOptions& options);
+// `live_sequences`: of full length at a time, in generation; 0: as many as the rollout server runs. Errors, after the plan was
+// printed: RESOURCE_EXHAUSTED (the node does not hold the job).
+absl::Status Plan(const Connection& connection, const Words& words, const SubmitOptions& options, int live_sequences);
 absl::Status ListJobs(const Connection& connection, const Words& words);
 absl::Status Watch(const Connection& connection, const Words& words);
 absl::Status Cancel(const Connection& connection, const Words& words);

@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "absl/strings/str_join.h"
 #include "client/commands.h"
 #include "client/job_file.h"
 #include "client/printing.h"
@@ -121,12 +122,13 @@ absl::Status Submit(const Connection& connection, const Words& words, const Subm
   return Follow(connection, response.job());
 }
 
-absl::Status Plan(const Connection& connection, const Words& words, const SubmitOptions& options) {
+absl::Status Plan(const Connection& connection, const Words& words, const SubmitOptions& options, int live_sequences) {
   TANDEM_ASSIGN_OR_RETURN(const std::string path, OneWord(words, "plan", "JOB_FILE"));
   TANDEM_ASSIGN_OR_RETURN(v1::JobSpec spec, ReadJobFile(path, options.overrides));
   TANDEM_RETURN_IF_ERROR(UploadFiles(connection, &spec));
   v1::PlanRequest request;
   TANDEM_ASSIGN_OR_RETURN(*request.mutable_job_text(), ToText(spec));
+  request.set_live_sequences(static_cast<std::uint32_t>(std::max(live_sequences, 0)));
   auto trainer = connection.Trainer();
   auto context = connection.Context();
   v1::PlanResponse response;
@@ -134,13 +136,15 @@ absl::Status Plan(const Connection& connection, const Words& words, const Submit
       CallStatus(trainer->Plan(context.get(), request, &response), "trainer_server", connection.trainer_address));
   if (connection.json) {
     Print(ToJson(response));
-    return absl::OkStatus();
+  } else {
+    Print(response.job_text());
+    Print(absl::StrCat("# ", response.trained_parameters(), " trained parameters; an epoch is ", response.steps_per_epoch(),
+                       " steps"));
+    Print(FormatMemoryPlan(response.memory()));
+    PrintWarnings(response.warnings());
   }
-  Print(response.job_text());
-  Print(absl::StrCat("# ", response.trained_parameters(), " trained parameters; an epoch is ", response.steps_per_epoch(),
-                     " steps"));
-  PrintWarnings(response.warnings());
-  return absl::OkStatus();
+  if (response.faults().empty()) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrJoin(response.faults(), "\n"));
 }
 
 absl::Status ListJobs(const Connection& connection, const Words&) {

@@ -14,6 +14,7 @@ ABSL_FLAG(bool, json, false, "print JSON, one object a line");
 ABSL_FLAG(bool, watch, false, "submit: follow the job until it ends");
 ABSL_FLAG(std::vector<std::string>, set, {},
           "submit, plan: fields in text format merged over the job file, as --set='seed: 1,num_steps: 5'");
+ABSL_FLAG(int32_t, live_sequences, 0, "plan: sequences generated at a time; 0: as many as rollout_server runs");
 ABSL_FLAG(int32_t, step, 0, "completions: of which step");
 ABSL_FLAG(int32_t, limit, 0, "completions: how many at most; 0 for all");
 ABSL_FLAG(std::string, job, "", "generate: whose adapter; empty for the base model");
@@ -32,7 +33,7 @@ namespace {
 constexpr char kUsage[] = R"(trains language models with GRPO, from any machine.
 
   tandem submit JOB_FILE [--watch] [--set=...]   check, upload the data, queue
-  tandem plan JOB_FILE                           the job as it would run, with warnings
+  tandem plan JOB_FILE                           the job as it would run: its memory by owner, with warnings
   tandem jobs                                    all jobs, newest first
   tandem watch JOB                               live progress
   tandem pause | resume | cancel JOB
@@ -67,7 +68,7 @@ int main(int argc, char** argv) {
   if (command == "submit")
     status = tandem::Submit(connection, words, submit);
   else if (command == "plan")
-    status = tandem::Plan(connection, words, submit);
+    status = tandem::Plan(connection, words, submit, absl::GetFlag(FLAGS_live_sequences));
   else if (command == "jobs")
     status = tandem::ListJobs(connection, words);
   else if (command == "watch")

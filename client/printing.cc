@@ -55,6 +55,46 @@ std::string FormatLedger(const google::protobuf::RepeatedPtrField<v1::OwnedBytes
   return FormatTable(rows);
 }
 
+std::string FormatMemoryPlan(const v1::MemoryPlan& plan) {
+  const auto bytes_or_dash = [](std::uint64_t bytes) { return bytes == 0 ? std::string("-") : FormatBytes(bytes); };
+  const auto flag = [](std::uint64_t bytes) { return absl::StrCat(bytes / kMiB, "MiB"); };
+  std::vector<std::vector<std::string>> rows = {{"owner", "generation", "training", "where"}};
+  std::uint64_t generation = 0, training = 0;
+  for (const v1::PlannedBytes& owned : plan.owners()) {
+    rows.push_back({owned.owner(), bytes_or_dash(owned.generation_bytes()), bytes_or_dash(owned.training_bytes()),
+                    EnumWord(v1::MemoryPlace_Name(owned.place()), "MEMORY_PLACE_")});
+    if (owned.place() != v1::MEMORY_PLACE_POOL) continue;
+    generation += owned.generation_bytes();
+    training += owned.training_bytes();
+  }
+  rows.push_back({"pool", FormatBytes(generation), FormatBytes(training), absl::StrCat("of ", FormatBytes(plan.pool_bytes()))});
+
+  std::string text = FormatTable(rows);
+  absl::StrAppend(&text, "\ncontext: ", plan.context_tokens(), " tokens of the job");
+  if (plan.largest_context_tokens() == 0) {
+    absl::StrAppend(&text, "; no context fits this node");
+  } else {
+    absl::StrAppend(&text, ", at most ", plan.largest_context_tokens(), " on this node");
+  }
+  std::string walls;
+  for (const v1::ContextWall& wall : plan.walls()) {
+    absl::StrAppend(&walls, walls.empty() ? "" : ", ", wall.name(), " ", wall.context_tokens());
+  }
+  absl::StrAppend(&text, " (ends of contexts, nearest first: ", walls, ")");
+  absl::StrAppend(&text, "\nlive sequences of that length: ", plan.live_sequences(), " of ", plan.wanted_live_sequences(),
+                  " wanted; largest group all alive: ", plan.largest_group());
+  absl::StrAppend(&text, "\nmicro-batch: at most ", plan.micro_batch_rows(), " rows; layer inputs of ", plan.layers_in_pool(),
+                  " layers in the pool, of ", plan.layers_in_host(), " in host memory");
+  absl::StrAppend(&text, "\nthe job asks for --pool_bytes=", flag(plan.asked_pool_bytes()),
+                  " --rollout_standing_bytes=", flag(plan.asked_rollout_standing_bytes()),
+                  " --trainer_standing_bytes=", flag(plan.asked_trainer_standing_bytes()),
+                  "; with one live sequence at a time --pool_bytes=", flag(plan.least_pool_bytes()));
+  absl::StrAppendFormat(
+      &text, "\nestimate of a step at full length, at %.3g TFLOP/s and %.3g GB/s: generation %.3g s, training %.3g s",
+      plan.flops_per_second() / 1e12, plan.bytes_per_second() / 1e9, plan.generation_seconds(), plan.training_seconds());
+  return text;
+}
+
 std::string EnumWord(const std::string& name, const std::string& prefix) {
   return absl::AsciiStrToLower(name.rfind(prefix, 0) == 0 ? name.substr(prefix.size()) : name);
 }

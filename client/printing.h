@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "google/protobuf/message.h"
+#include "proto/job.pb.h"
 #include "proto/types.pb.h"
 
 namespace tandem {
@@ -16,6 +17,8 @@ void Print(const std::string& line);
 std::string FormatTable(const std::vector<std::vector<std::string>>& rows);
 // Memory by owner, largest first, with a total of what lies in the pool.
 std::string FormatLedger(const google::protobuf::RepeatedPtrField<v1::OwnedBytes>& ledger);
+// A job's memory by owner in both phases, what the node holds at most, and what to ask for.
+std::string FormatMemoryPlan(const v1::MemoryPlan& plan);
 // "STATE_RUNNING" with its prefix removed, in lower case.
 std::string EnumWord(const std::string& name, const std::string& prefix);
 

@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/flags/flag.h"
 #include "common/base/log.h"
@@ -20,6 +21,7 @@
 #include "common/torch/arena_allocator.h"
 #include "kernels/adamw/adamw.h"
 #include "trainer_server/checkpoint/durable_file.h"
+#include "trainer_server/plan/node_memory.h"
 #include "trainer_server/policy/cuda_policy_model.h"
 #include "trainer_server/service/job_service.h"
 
@@ -44,7 +46,16 @@ struct Compute {
     TANDEM_ASSIGN_OR_RETURN(compute.gemm, Gemm::Create(device, compute.workspace));
     return compute;
   }
-  std::uint64_t standing_bytes() const { return workspace.size() + optimizer_scratch.size(); }
+};
+
+// LibTorch's memory is in the elastic region for one training phase.
+class ArenaPhase : public PhaseMemory {
+ public:
+  ArenaPhase(std::span<std::byte> elastic, Device device) : scope_(elastic, "activations", device) {}
+  std::uint64_t peak_bytes() const override { return scope_.peak_bytes(); }
+
+ private:
+  const ArenaScope scope_;
 };
 
 absl::StatusOr<int> Run(const DaemonConfig& config) {
@@ -80,7 +91,10 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   environment.content = content.get();
   environment.metrics = metrics.get();
   environment.device = {device, compute.stream.get(), compute.optimizer_scratch.data()};
-  environment.standing_bytes = standing_region.size() - compute.standing_bytes();
+  std::vector<v1::OwnedBytes> fixed = standing->Ledger();  // no job has anything there yet
+  std::erase_if(fixed, [](const v1::OwnedBytes& owned) { return owned.owner() == "free"; });
+  NodeMemoryReader node_memory({description.config, description.format, std::move(fixed)}, pool.get(), &peer);
+  environment.node_memory = [&node_memory] { return node_memory.Read(); };
   const std::byte* const weights = pool->region(v1::REGION_KIND_WEIGHTS).data();
   std::span<std::byte> kv_scales = pool->region(v1::REGION_KIND_ROLLOUT_STANDING);
   if (kv_scales.size() < KvScaleTable::Bytes(description.config)) kv_scales = {};  // nor has a cache in fp8 room there
@@ -90,7 +104,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
     return PolicyModel::Create(description.config, layout, weights, memory, options, policy_device);
   };
   environment.enter_arena = [device](std::span<std::byte> elastic) {
-    return std::make_shared<ArenaScope>(elastic, "activations", device);
+    return std::make_unique<ArenaPhase>(elastic, device);
   };
   TANDEM_LOG(kInfo, "main", "compute device=", DescribeDevice(device), " weights=", StorageFormatName(description.format),
              " products=",
@@ -99,7 +113,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
                                                : "bf16",
              " attention=", device == Device::kCpu ? "own(packed)" : CudaAttentionName(description.config));
   JobRunner runner(store.get(), environment, {.directory = config.data_dir});
-  const JobSurroundings surroundings{description.config, encoder, content.get(), environment.standing_bytes};
+  const JobSurroundings surroundings{description.config, encoder, content.get(), environment.node_memory};
   JobService service(
       {.surroundings = surroundings, .model = description.config.name, .device = manifest.device_uuid(), .member = pool.get()},
       store.get(), content.get(), &runner);

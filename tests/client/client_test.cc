@@ -55,6 +55,12 @@ class RecordingTrainer final : public v1::JobService::Service {
     response->set_job("addition-1");
     return grpc::Status::OK;
   }
+  grpc::Status Plan(grpc::ServerContext*, const v1::PlanRequest* request, v1::PlanResponse* response) override {
+    job_text = request->job_text();
+    live_sequences = request->live_sequences();
+    *response = plan;
+    return grpc::Status::OK;
+  }
   grpc::Status Export(grpc::ServerContext*, const v1::ExportRequest*, grpc::ServerWriter<v1::ExportResponse>* writer) override {
     for (const auto& [name, bytes] : files) {
       v1::ExportResponse response;
@@ -70,6 +76,8 @@ class RecordingTrainer final : public v1::JobService::Service {
   std::size_t largest_piece = 0;
   int num_uploads = 0;
   std::string job_text;
+  std::uint32_t live_sequences = 0;
+  v1::PlanResponse plan;
 };
 
 class ClientTest : public ::testing::Test {
@@ -105,6 +113,49 @@ TEST_F(ClientTest, SubmitUploadsDataOnceInPiecesAndSendsContentAddresses) {
   EXPECT_THAT(trainer_.job_text, HasSubstr(Sha256Hex(data)));
   EXPECT_THAT(trainer_.job_text, HasSubstr("seed: 7"));
   EXPECT_THAT(trainer_.job_text, Not(HasSubstr("rows.jsonl")));
+}
+
+TEST_F(ClientTest, PlanOfAJobThatDoesNotFitIsPrintedAndFails) {
+  const std::string directory = FreshDirectory("plan");
+  WriteFile(directory + "/job.textproto", "name: \"addition\"");
+  EXPECT_TRUE(Plan(connection_, {directory + "/job.textproto"}, {}, 8).ok());
+  EXPECT_EQ(trainer_.live_sequences, 8u);
+  trainer_.plan.add_faults("adapter.rank: 64; must be small enough");
+  trainer_.plan.add_faults("rollout.sampling.max_tokens: 9; the largest context that fits is 7 tokens");
+  const absl::Status status = Plan(connection_, {directory + "/job.textproto"}, {}, 0);
+  EXPECT_TRUE(absl::IsResourceExhausted(status));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("small enough\nrollout.sampling.max_tokens: 9"));
+}
+
+TEST(PrintingTest, MemoryPlanIsATableByOwnerWithWhatToAskFor) {
+  v1::MemoryPlan plan;
+  const auto add = [&](const char* owner, v1::MemoryPlace place, std::uint64_t generation, std::uint64_t training) {
+    v1::PlannedBytes* owned = plan.add_owners();
+    owned->set_owner(owner);
+    owned->set_place(place);
+    owned->set_generation_bytes(generation);
+    owned->set_training_bytes(training);
+  };
+  add("weights", v1::MEMORY_PLACE_POOL, 5 * kGiB, 5 * kGiB);
+  add("kv_cache", v1::MEMORY_PLACE_POOL, 2 * kGiB, 0);
+  add("activations", v1::MEMORY_PLACE_POOL, 0, 3 * kGiB);
+  add("host_layer_inputs", v1::MEMORY_PLACE_HOST, 7 * kGiB, 7 * kGiB);
+  plan.set_pool_bytes(9 * kGiB);
+  plan.set_context_tokens(20480);
+  plan.set_asked_pool_bytes(8 * kGiB);
+  v1::ContextWall* wall = plan.add_walls();
+  wall->set_name("kv_cache");
+  wall->set_context_tokens(30000);
+  const std::string text = FormatMemoryPlan(plan);
+  for (const char* words :
+       {"weights            5.0 GiB     5.0 GiB   pool", "kv_cache           2.0 GiB     -         pool",
+        "host_layer_inputs  7.0 GiB     7.0 GiB   host", "pool               7.0 GiB     8.0 GiB   of 9.0 GiB",
+        "context: 20480 tokens of the job; no context fits this node", "kv_cache 30000", "--pool_bytes=8192MiB",
+        "estimate of a step"}) {
+    EXPECT_THAT(text, HasSubstr(words));
+  }
+  plan.set_largest_context_tokens(30000);
+  EXPECT_THAT(FormatMemoryPlan(plan), HasSubstr("at most 30000 on this node"));
 }
 
 TEST_F(ClientTest, FaultyJobFileIsNamedWithLineAndColumn) {

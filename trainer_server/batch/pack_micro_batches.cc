@@ -1,10 +1,13 @@
 #include "trainer_server/batch/pack_micro_batches.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <utility>
 
 namespace tandem {
 namespace {
+
+constexpr std::int64_t kDefaultMicroBatchTokens = 2048;
 
 std::int64_t Rows(std::span<const std::uint32_t> ids) { return static_cast<std::int64_t>(ids.size()); }
 std::int64_t Rows(const MicroBatch& batch) { return static_cast<std::int64_t>(batch.token_ids.size()); }
@@ -51,6 +54,10 @@ absl::Status CheckGroup(const GroupToPack& group, std::int64_t max_tokens) {
 }
 
 }  // namespace
+
+std::int64_t MicroBatchLimit(std::int64_t given, std::int64_t longest) {
+  return given > 0 ? given : std::max(kDefaultMicroBatchTokens, longest);
+}
 
 absl::StatusOr<std::vector<MicroBatch>> PackMicroBatches(std::span<const GroupToPack> groups, std::int64_t max_tokens) {
   std::vector<MicroBatch> packed;

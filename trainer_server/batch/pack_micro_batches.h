@@ -22,6 +22,10 @@ struct GroupToPack {
   std::vector<CompletionToPack> completions;
 };
 
+// Rows of a micro-batch at most, when the step's longest sequence has `longest` tokens: `given`, or, where that is 0, as many as
+// keep the device busy, and the longest sequence in any case.
+std::int64_t MicroBatchLimit(std::int64_t given, std::int64_t longest);
+
 // Each micro-batch holds whole completions and at most `max_tokens` rows. A group is kept together when it fits into one
 // micro-batch; a larger one is split between completions and its prompt is packed again in each part. Groups without completions
 // are left out. Errors: INVALID_ARGUMENT naming the sequence (an empty prompt; a mask of another length; prompt and completion

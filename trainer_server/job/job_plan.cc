@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <numeric>
 #include <set>
 #include <utility>
 
@@ -153,11 +155,6 @@ void CheckAdapter(const JobSurroundings& surroundings, v1::AdapterConfig* adapte
   plan->policy.dropout = adapter->dropout();
   plan->layout = AdapterLayout::Create(surroundings.model, plan->policy.rank, plan->policy.targets);
   if (has_config && has_weights) CheckStartAdapter(surroundings, *adapter, *plan, faults);
-  const std::uint64_t copies = has_config ? 7 : 6;
-  check.Expect(plan->layout.total_bytes <= surroundings.standing_bytes / copies, "rank", adapter->rank(),
-               absl::StrCat("small enough: masters, gradients, two moments and the slots are ", copies, " x ",
-                            FormatBytes(plan->layout.total_bytes), " of the trainer's standing region of ",
-                            FormatBytes(surroundings.standing_bytes)));
 }
 
 void CheckOptimizer(const v1::JobSpec& spec, v1::OptimizerConfig* optimizer, Lines* faults, JobPlan* plan) {
@@ -222,14 +219,47 @@ std::shared_ptr<const DataSet> OpenContent(const JobSurroundings& surroundings, 
   return *std::move(data);
 }
 
+// Rows whose prompts are encoded before they are drawn.
+std::vector<bool> RowsToEncode(const DataSet& data) {
+  std::vector<bool> is_encoded(data.num_rows(), false);
+  const std::size_t first = std::min(data.num_rows(), kMaxEncodedRows);
+  std::fill_n(is_encoded.begin(), first, true);
+  std::vector<std::size_t> others(data.num_rows() - first);
+  std::iota(others.begin(), others.end(), first);
+  const std::size_t num_long = std::min(others.size(), kMaxEncodedLongRows);
+  std::ranges::partial_sort(others, others.begin() + static_cast<std::ptrdiff_t>(num_long), std::ranges::greater(),
+                            [&](std::size_t row) { return data.size_bytes_of(row); });
+  for (std::size_t i = 0; i < num_long; ++i) is_encoded[others[i]] = true;
+  return is_encoded;
+}
+
+void Take(std::uint64_t num_tokens, std::optional<PromptLengths>* lengths) {
+  if (!lengths->has_value()) *lengths = PromptLengths{num_tokens, num_tokens};
+  (*lengths)->shortest = std::min((*lengths)->shortest, num_tokens);
+  (*lengths)->longest = std::max((*lengths)->longest, num_tokens);
+}
+
+absl::Status MeasurePrompts(const JobSurroundings& surroundings, const v1::DataConfig& config, const DataSet& data,
+                            std::optional<PromptLengths>* lengths) {
+  const std::vector<bool> is_encoded = RowsToEncode(data);
+  for (std::size_t i = 0; i < data.num_rows(); ++i) {
+    if (!is_encoded[i]) continue;
+    TANDEM_ASSIGN_OR_RETURN(const nlohmann::json row, data.ReadRow(i));
+    TANDEM_ASSIGN_OR_RETURN(const std::vector<TokenId> ids, EncodePrompt(*surroundings.encoder, config, row, data.line_of(i)));
+    Take(ids.size(), lengths);
+  }
+  return absl::OkStatus();
+}
+
 // Every row is an object with the fields that the rewards need; its prompt can be encoded and leaves room for the completion.
 void CheckRows(const JobSurroundings& surroundings, const JobPlan& plan, const DataSet& data, const std::string& field,
-               Lines* faults) {
+               Lines* faults, std::optional<PromptLengths>* lengths) {
   const std::uint64_t max_prompt_tokens =
       static_cast<std::uint64_t>(std::max(surroundings.model.max_positions, 0)) -
       std::min<std::uint64_t>(plan.spec.rollout().sampling().max_tokens(),
                               static_cast<std::uint64_t>(std::max(surroundings.model.max_positions, 0)));
   const Lines needed = plan.rewards.has_value() ? plan.rewards->required_fields() : Lines();
+  const std::vector<bool> is_encoded = RowsToEncode(data);
   std::size_t num_faults = 0;
   for (std::size_t i = 0; i < data.num_rows() && num_faults < kMaxRowFaults; ++i) {
     const auto fault = [&](const std::string& message) {
@@ -246,7 +276,7 @@ void CheckRows(const JobSurroundings& surroundings, const JobPlan& plan, const D
         fault(absl::StrCat("data set line ", data.line_of(i), " has no field '", name, "', which a reward needs"));
       }
     }
-    if (i >= kMaxEncodedRows) continue;
+    if (!is_encoded[i]) continue;
     const auto ids = EncodePrompt(*surroundings.encoder, plan.spec.data(), *row, data.line_of(i));
     if (!ids.ok()) {
       fault(std::string(ids.status().message()));
@@ -254,6 +284,8 @@ void CheckRows(const JobSurroundings& surroundings, const JobPlan& plan, const D
       fault(absl::StrCat("data set line ", data.line_of(i), ": the prompt has ", ids->size(), " tokens; the limit is ",
                          max_prompt_tokens, ": the model's ", surroundings.model.max_positions, " positions less max_tokens ",
                          plan.spec.rollout().sampling().max_tokens()));
+    } else {
+      Take(ids->size(), lengths);
     }
   }
   if (num_faults == kMaxRowFaults) faults->push_back(absl::StrCat(field, ": further rows were not checked"));
@@ -271,9 +303,9 @@ void CheckData(const JobSurroundings& surroundings, JobOrigin origin, Lines* fau
     plan->evaluation = OpenContent(surroundings, "evaluation", spec.evaluation().content(), faults);
   }
   if (origin == JobOrigin::kSubmitted) {
-    if (plan->data != nullptr) CheckRows(surroundings, *plan, *plan->data, "data", faults);
+    if (plan->data != nullptr) CheckRows(surroundings, *plan, *plan->data, "data", faults, &plan->prompts);
     if (plan->evaluation != nullptr && spec.evaluation().content() != spec.data().content()) {
-      CheckRows(surroundings, *plan, *plan->evaluation, "evaluation", faults);
+      CheckRows(surroundings, *plan, *plan->evaluation, "evaluation", faults, &plan->evaluation_prompts);
     }
   }
   if (plan->evaluation != nullptr && spec.evaluation().num_prompts() == 0) {
@@ -289,9 +321,9 @@ void CheckData(const JobSurroundings& surroundings, JobOrigin origin, Lines* fau
     plan->warnings.push_back(absl::StrCat("rollout.prompts_per_step: ", prompts, " is more than the data set's ", num_rows,
                                           " rows: a step draws some rows more than once"));
   }
-  if (num_rows > kMaxEncodedRows) {
-    plan->warnings.push_back(
-        absl::StrCat("data: prompts beyond row ", kMaxEncodedRows, " of ", num_rows, " are checked when they are drawn"));
+  if (num_rows > kMaxEncodedRows + kMaxEncodedLongRows) {
+    plan->warnings.push_back(absl::StrCat("data: prompts beyond row ", kMaxEncodedRows, " of ", num_rows, ", but for the ",
+                                          kMaxEncodedLongRows, " longest lines, are checked when they are drawn"));
   }
 }
 
@@ -383,7 +415,46 @@ absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundin
   plan.policy.seed = spec.seed();
   EchoRecipe(&plan);
   WarnOfCosts(&plan);
+  if (origin == JobOrigin::kSubmitted) TANDEM_RETURN_IF_ERROR(MeasureMemory(surroundings, &plan));
   return plan;
+}
+
+absl::Status MeasureMemory(const JobSurroundings& surroundings, JobPlan* plan) {
+  const v1::JobSpec& spec = plan->spec;
+  if (!plan->prompts.has_value()) {
+    TANDEM_RETURN_IF_ERROR(MeasurePrompts(surroundings, spec.data(), *plan->data, &plan->prompts));
+  }
+  if (plan->evaluation != nullptr && !plan->evaluation_prompts.has_value()) {
+    if (spec.evaluation().content() == spec.data().content()) {
+      plan->evaluation_prompts = plan->prompts;
+    } else {
+      TANDEM_RETURN_IF_ERROR(MeasurePrompts(surroundings, spec.data(), *plan->evaluation, &plan->evaluation_prompts));
+    }
+  }
+  const bool is_kl_in_reward = plan->advantage.kl_in_reward != 0, needs_entropies = plan->loss.top_entropy_quantile < 1;
+  const std::uint64_t updates = spec.loss().updates_per_rollout();
+  JobMemory& needs = plan->needs;
+  needs.rank = plan->policy.rank;
+  needs.adapter_bytes = plan->layout.total_bytes;
+  needs.has_start_adapter = !spec.adapter().start_config_content().empty();
+  needs.prompts_per_step = spec.rollout().prompts_per_step();
+  needs.group_size = spec.rollout().group_size();
+  needs.shortest_prompt_tokens = plan->prompts->shortest;
+  needs.longest_prompt_tokens = plan->prompts->longest;
+  needs.longest_evaluation_prompt_tokens = plan->evaluation_prompts.has_value() ? plan->evaluation_prompts->longest : 0;
+  needs.max_completion_tokens = spec.rollout().sampling().max_tokens();
+  needs.micro_batch_tokens = spec.batch().micro_batch_tokens();
+  needs.updates_per_rollout = updates;
+  needs.scoring_passes = (plan->loss.beta != 0 || is_kl_in_reward ? 1u : 0u) + (needs_entropies                  ? updates
+                                                                                : updates > 1 || is_kl_in_reward ? 1u
+                                                                                                                 : 0u);
+  plan->memory = PlanMemory(surroundings.model, needs, surroundings.node_memory());
+  return absl::OkStatus();
+}
+
+absl::Status CheckMemory(const PlannedMemory& memory) {
+  if (memory.faults.empty()) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrJoin(memory.faults, "\n"));
 }
 
 }  // namespace tandem

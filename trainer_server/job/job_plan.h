@@ -1,8 +1,9 @@
 // A job file, read and checked as a whole: every fault at once, each with field, value and limit. What passes is everything the
-// loop needs, as plain options. Pure but for reading the data set; thread-safe.
+// loop needs, as plain options, and the memory that it takes of this node. Reads the data set and asks the node; thread-safe.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +17,7 @@
 #include "trainer_server/loss/loss.h"
 #include "trainer_server/optim/adamw.h"
 #include "trainer_server/optim/learning_rate.h"
+#include "trainer_server/plan/memory_plan.h"
 #include "trainer_server/policy/policy_model.h"
 #include "trainer_server/prompt/data_set.h"
 #include "trainer_server/reward/reward_set.h"
@@ -27,7 +29,13 @@ struct JobSurroundings {
   ModelConfig model;
   std::shared_ptr<const PromptEncoder> encoder;
   const ContentStore* content = nullptr;
-  std::uint64_t standing_bytes = 0;  // of the trainer's standing region
+  std::function<NodeMemory()> node_memory;  // as it is now
+};
+
+// In tokens, of the prompts that were encoded.
+struct PromptLengths {
+  std::uint64_t shortest = 0;
+  std::uint64_t longest = 0;
 };
 
 struct JobPlan {
@@ -43,16 +51,26 @@ struct JobPlan {
   PolicyOptions policy;
   AdapterLayout layout;
   std::uint64_t steps_per_epoch = 0;
+  std::optional<PromptLengths> prompts, evaluation_prompts;
+  JobMemory needs;       // with `memory`: of MeasureMemory
+  PlannedMemory memory;  // its faults are no errors of PlanJob: see CheckMemory
 };
 
 inline constexpr std::size_t kMaxJobTextBytes = 256 << 10;
-// Prompts of at most this many rows are encoded when a job is submitted; further ones are checked when they are drawn.
+// When a job is submitted, the prompts of so many first rows are encoded, and those of so many of the longest lines beyond; the
+// others are checked when they are drawn.
 inline constexpr std::size_t kMaxEncodedRows = 4096;
+inline constexpr std::size_t kMaxEncodedLongRows = 256;
 
-// kSubmitted: rows are checked too. kStored: they were, and content does not change under its address.
+// kSubmitted: rows are checked and memory is planned too. kStored: they were, and content does not change under its address.
 enum class JobOrigin { kSubmitted, kStored };
 
 // Errors: INVALID_ARGUMENT listing every fault, one a line; RESOURCE_EXHAUSTED (text longer than kMaxJobTextBytes).
 absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundings& surroundings, JobOrigin origin);
+
+// Fills `needs` and `memory` of a plan from PlanJob, for the node as it is now. Errors: those of reading and encoding a row.
+absl::Status MeasureMemory(const JobSurroundings& surroundings, JobPlan* plan);
+// Errors: RESOURCE_EXHAUSTED listing every reason why the node does not hold the job, one a line.
+absl::Status CheckMemory(const PlannedMemory& memory);
 
 }  // namespace tandem

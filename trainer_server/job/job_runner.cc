@@ -172,8 +172,12 @@ void JobRunner::RunJob(const StoredJob& job) {
 absl::StatusOr<std::unique_ptr<TrainingLoop>> JobRunner::Begin(const StoredJob& job) {
   const std::string& name = job.status.job();
   TANDEM_RETURN_IF_ERROR(ClearStandingRegion(name));
-  const JobSurroundings surroundings{environment_.model, environment_.encoder, environment_.content, environment_.standing_bytes};
+  const JobSurroundings surroundings{environment_.model, environment_.encoder, environment_.content, environment_.node_memory};
   TANDEM_ASSIGN_OR_RETURN(JobPlan plan, PlanJob(job.job_text, surroundings, JobOrigin::kStored));
+  // A job is not refused for what is only assumed of the rollout server.
+  if (environment_.node_memory().is_rollout_assumed) TANDEM_RETURN_IF_ERROR(environment_.peer->WaitUntilServing());
+  TANDEM_RETURN_IF_ERROR(MeasureMemory(surroundings, &plan));
+  TANDEM_RETURN_IF_ERROR(CheckMemory(plan.memory));
   TANDEM_ASSIGN_OR_RETURN(auto loop, TrainingLoop::Create(environment_, name, job.job_text, std::move(plan), DirectoryOf(name)));
   TANDEM_RETURN_IF_ERROR(store_->SetStep(name, static_cast<std::uint32_t>(loop->step())));
   return loop;
@@ -238,10 +242,11 @@ void JobRunner::EndJob(const std::string& job, const absl::Status& result, Train
   } else if (absl::IsDeadlineExceeded(result) || absl::IsUnavailable(result)) {
     state = v1::JOB_STATE_PAUSED;  // the rollout server stayed away; the job can go on when it is back
   }
-  if (state == v1::JOB_STATE_PAUSED && loop != nullptr) {
+  // What may be resumed on another day loses no step.
+  if ((state == v1::JOB_STATE_PAUSED || absl::IsResourceExhausted(result)) && loop != nullptr) {
     if (const absl::Status written = loop->WriteCheckpoint(); !written.ok()) {
+      error = absl::StrCat(state == v1::JOB_STATE_PAUSED ? "pausing" : error, ": ", written.message());
       state = v1::JOB_STATE_FAILED;
-      error = absl::StrCat("pausing: ", written.message());
     }
   }
   TANDEM_LOG(kInfo, "job", "ended job=", job, " state=", v1::JobState_Name(state), " error=", error.empty() ? "-" : error);

@@ -103,7 +103,7 @@ bool IsAllowed(v1::JobState from, v1::JobState to) {
   const auto any = [&](std::initializer_list<v1::JobState> states) { return std::ranges::find(states, from) != states.end(); };
   switch (to) {
     case v1::JOB_STATE_QUEUED:
-      return any({v1::JOB_STATE_PAUSED});
+      return any({v1::JOB_STATE_PAUSED, v1::JOB_STATE_FAILED});
     case v1::JOB_STATE_RUNNING:
       return any({v1::JOB_STATE_QUEUED, v1::JOB_STATE_RUNNING});  // again: a life before left it so
     case v1::JOB_STATE_PAUSED:
@@ -261,6 +261,7 @@ absl::Status JobStore::Resume(const std::string& job) {
     case v1::JOB_STATE_QUEUED:
       return absl::OkStatus();
     case v1::JOB_STATE_PAUSED:
+    case v1::JOB_STATE_FAILED:
       return TransitionLocked(job, v1::JOB_STATE_QUEUED, "");
     default:
       return Refuse(before, "resumed");

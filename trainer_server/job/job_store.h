@@ -1,9 +1,9 @@
 // Jobs in SQLite: what was submitted, where it stands, what was asked of it. Survives the trainer. Thread-safe.
 //
 //   QUEUED -> RUNNING -> SUCCEEDED | FAILED | CANCELLED
-//   QUEUED | RUNNING -> PAUSED -> QUEUED;  QUEUED | PAUSED -> CANCELLED
+//   QUEUED | RUNNING -> PAUSED -> QUEUED;  QUEUED | PAUSED -> CANCELLED;  FAILED -> QUEUED: resumed, from its checkpoint
 // A running job is asked to cancel or pause and does so at its next step boundary. The queue is first in, first out; a job that
-// was paused keeps its place.
+// was paused, or failed and is resumed, keeps its place.
 #pragma once
 
 #include <cstdint>

@@ -8,6 +8,7 @@
 #include "absl/time/clock.h"
 #include "common/base/log.h"
 #include "common/base/random.h"
+#include "common/base/units.h"
 #include "trainer_server/job/adapter_files.h"
 
 namespace tandem {
@@ -17,6 +18,8 @@ namespace {
 constexpr std::uint64_t kEvaluationPart = 0x4576616c'00000001ULL;
 constexpr std::size_t kEvaluationUnitPrompts = 1024;
 constexpr std::size_t kRecentSteps = 10;
+constexpr char kTrainingOwner[] = "activations";  // of the arena that passes compute in
+constexpr int kSmallerLogitChunk = 128;           // rows, where the trainer chooses
 constexpr std::size_t kMaxRecordPromptBytes = 64 << 10;
 constexpr std::size_t kMaxRecordCompletionBytes = 256 << 10;
 
@@ -132,7 +135,7 @@ absl::StatusOr<std::unique_ptr<TrainingLoop>> TrainingLoop::Create(const LoopEnv
                                                                    const std::string& directory) {
   std::unique_ptr<TrainingLoop> loop(new TrainingLoop(environment, job, job_text, std::move(plan)));
   TANDEM_RETURN_IF_ERROR(loop->TakeMemory());
-  TANDEM_RETURN_IF_ERROR(loop->MakePolicy());
+  TANDEM_RETURN_IF_ERROR(loop->MakeParts());
   TANDEM_RETURN_IF_ERROR(loop->ResumeOrBegin(directory));
   return loop;
 }
@@ -153,11 +156,7 @@ absl::Status TrainingLoop::TakeMemory() {
   return absl::OkStatus();
 }
 
-absl::Status TrainingLoop::MakePolicy() {
-  TANDEM_ASSIGN_OR_RETURN(policy_, environment_.make_policy({masters_.bytes(), gradients_.bytes()}, plan_.policy));
-  TANDEM_RETURN_IF_ERROR(policy_->InitializeAdapters(plan_.spec.seed()));
-  const v1::AdapterConfig& adapter = plan_.spec.adapter();
-  if (!adapter.start_config_content().empty()) TANDEM_RETURN_IF_ERROR(LoadStartAdapter());
+absl::Status TrainingLoop::MakeParts() {
   prompts_ = std::make_unique<PromptSource>(plan_.data, environment_.encoder, plan_.spec.data(), plan_.spec.seed());
   if (plan_.evaluation != nullptr) {
     evaluation_prompts_ =
@@ -180,6 +179,24 @@ absl::Status TrainingLoop::MakePolicy() {
   phase_ = std::make_unique<ElasticPhase>(
       peer,
       ElasticPhase::Options{.member = member, .enter_arena = environment_.enter_arena, .device = environment_.device.device});
+  TANDEM_RETURN_IF_ERROR(MakeTrainer(StepPieces::kUsual));
+  TANDEM_RETURN_IF_ERROR(policy_->InitializeAdapters(plan_.spec.seed()));
+  if (plan_.spec.adapter().start_config_content().empty()) return absl::OkStatus();
+  return LoadStartAdapter();
+}
+
+absl::Status TrainingLoop::MakeTrainer(StepPieces pieces) {
+  driver_.reset();
+  policy_.reset();  // before the next one takes what it holds
+  PolicyOptions options = plan_.policy;
+  if (pieces == StepPieces::kSmaller) {
+    options.logit_chunk = options.logit_chunk > 0 ? (options.logit_chunk + 1) / 2 : kSmallerLogitChunk;
+  }
+  TANDEM_ASSIGN_OR_RETURN(policy_, environment_.make_policy({masters_.bytes(), gradients_.bytes()}, options));
+  if (!start_adapter_.bytes().empty()) {
+    TANDEM_RETURN_IF_ERROR(policy_->SetReference(start_adapter_.bytes(), plan_.layout, plan_.policy.scale));
+  }
+  RolloutPeer* const peer = environment_.peer;
   driver_ = std::make_unique<StepDriver>(policy_.get(), &trained_, phase_.get(),
                                          StepDriver::Options{.loss = plan_.loss,
                                                              .advantage = plan_.advantage,
@@ -187,6 +204,7 @@ absl::Status TrainingLoop::MakePolicy() {
                                                              .learning_rate = plan_.learning_rate,
                                                              .updates_per_rollout = plan_.spec.loss().updates_per_rollout(),
                                                              .micro_batch_tokens = plan_.spec.batch().micro_batch_tokens(),
+                                                             .halves_micro_batches = pieces == StepPieces::kSmaller,
                                                              .is_interrupted = [peer] { return peer->is_interrupted(); },
                                                              .device = environment_.device});
   return absl::OkStatus();
@@ -250,6 +268,33 @@ absl::StatusOr<RewardTable> TrainingLoop::ScoreGroup(const Prompt& prompt, const
   return rewards;
 }
 
+// A data set may hold longer prompts than those that the plan was made with.
+absl::Status TrainingLoop::CheckPrompts(const std::vector<Prompt>& prompts) const {
+  const std::uint64_t limit = plan_.memory.figures.largest_context_tokens();
+  const std::uint64_t completion = plan_.spec.rollout().sampling().max_tokens();
+  for (const Prompt& prompt : prompts) {
+    if (prompt.token_ids.size() + completion <= limit) continue;
+    return absl::ResourceExhaustedError(absl::StrCat("data set line ", plan_.data->line_of(prompt.row_index), ": the prompt has ",
+                                                     prompt.token_ids.size(), " tokens; with rollout.sampling.max_tokens ",
+                                                     completion, " the largest context that fits is ", limit, " tokens"));
+  }
+  return absl::OkStatus();
+}
+
+// An allocation that fails costs the step one more try. Its gradient is the same but for the order of sums.
+absl::StatusOr<StepReport> TrainingLoop::Train(std::uint64_t step, std::span<const ScoredGroup> groups) {
+  absl::StatusOr<StepReport> report = driver_->Run(step, groups);
+  if (!absl::IsResourceExhausted(report.status())) return report;
+  TANDEM_LOG(kWarning, "job", "step again in smaller pieces job=", job_, " because=", std::string(report.status().message()));
+  environment_.metrics->AddCounter("tandem_train_memory_retries_total",
+                                   "Steps tried again in smaller pieces because memory was short.", {{"job", job_}}, 1);
+  TANDEM_RETURN_IF_ERROR(MakeTrainer(StepPieces::kSmaller));
+  report = driver_->Run(step, groups);
+  if (absl::IsResourceExhausted(report.status())) return Annotate(report.status(), "in smaller pieces too");
+  TANDEM_RETURN_IF_ERROR(MakeTrainer(StepPieces::kUsual));
+  return report;
+}
+
 absl::Status TrainingLoop::RunStep() {
   const absl::Time begin = absl::Now();
   const std::uint64_t step = state_.step + 1;
@@ -260,6 +305,7 @@ absl::Status TrainingLoop::RunStep() {
   const absl::Time rollout_begin = absl::Now();
   const v1::RolloutConfig& rollout = plan_.spec.rollout();
   TANDEM_ASSIGN_OR_RETURN(std::vector<Prompt> prompts, prompts_->Draw(state_.prompt_cursor, rollout.prompts_per_step()));
+  TANDEM_RETURN_IF_ERROR(CheckPrompts(prompts));
   std::vector<std::uint64_t> seeds;
   for (std::size_t g = 0; g < prompts.size(); ++g) seeds.push_back(DeriveSeed(DeriveSeed(plan_.spec.seed(), step), g));
   TANDEM_ASSIGN_OR_RETURN(std::vector<RolloutGroup> rollouts, DrawGroups(prompts, rollout.group_size(), std::move(seeds)));
@@ -276,7 +322,7 @@ absl::Status TrainingLoop::RunStep() {
   TANDEM_ASSIGN_OR_RETURN(const std::vector<RewardMetrics> functions, plan_.rewards->Summarize(table));
   const double reward_seconds = SecondsSince(train_begin);
   environment_.on_phase("training");
-  TANDEM_ASSIGN_OR_RETURN(const StepReport report, driver_->Run(step, groups));
+  TANDEM_ASSIGN_OR_RETURN(const StepReport report, Train(step, groups));
 
   std::uint64_t completion_tokens = 0, step_tokens = 0;
   for (const ScoredGroup& group : groups) {
@@ -308,8 +354,10 @@ absl::Status TrainingLoop::RunStep() {
   TANDEM_RETURN_IF_ERROR(history_->Append(event));
   state_.history_bytes = history_->size_bytes();
   Export(event, &report);
+  ExportMemory(report.peak_bytes);
   TANDEM_LOG(kInfo, "job", "step job=", job_, " step=", step, " reward=", report.advantages.reward_mean, " loss=", report.loss,
-             " grad_norm=", report.optimizer.grad_norm, " seconds=", step_seconds);
+             " grad_norm=", report.optimizer.grad_norm, " seconds=", step_seconds,
+             " training_peak=", FormatBytes(report.peak_bytes));
   return absl::OkStatus();
 }
 
@@ -454,6 +502,41 @@ void TrainingLoop::Export(const HistoryEvent& event, const StepReport* report) {
     metrics->AddCounter("tandem_train_rollout_ratio_tokens_total",
                         "Policy to rollout probability ratios before clipping, by their bucket's upper bound.",
                         {{"job", job_}, {"bound", bound}}, histogram[i]);
+  }
+}
+
+void TrainingLoop::ExportMemory(std::uint64_t training_peak_bytes) {
+  const v1::MemoryPlan& plan = plan_.memory.figures;
+  const auto use = [this](const std::string& owner, std::uint64_t bytes) {
+    std::uint64_t& peak = peak_bytes_[owner];
+    peak = std::max(peak, bytes);
+  };
+  std::map<std::string, std::uint64_t> standing;
+  for (const v1::OwnedBytes& owned : environment_.standing->Ledger()) standing[owned.owner()] += owned.bytes();
+  for (const auto& [owner, bytes] : standing) use(owner, bytes);
+  use(kTrainingOwner, training_peak_bytes);
+  if (const auto status = environment_.peer->GetStatus(); status.ok() && status->has_memory()) {
+    use("kv_cache", status->kv_blocks_peak() * status->memory().kv_block_bytes());
+    for (const v1::OwnedBytes& owned : status->memory().standing()) use(owned.owner(), owned.bytes());
+  }
+  std::map<std::string, std::uint64_t> planned;
+  for (const v1::PlannedBytes& owned : plan.owners()) {
+    if (owned.place() != v1::MEMORY_PLACE_POOL) continue;
+    // One arena holds both: its peak is told of the two together.
+    planned[owned.owner() == "layer_inputs" ? kTrainingOwner : owned.owner()] +=
+        std::max(owned.generation_bytes(), owned.training_bytes());
+  }
+  Metrics* const metrics = environment_.metrics;
+  for (const auto& [owner, bytes] : planned) {
+    const Metrics::Labels labels = {{"job", job_}, {"owner", owner}};
+    metrics->SetGauge("tandem_plan_bytes", "Memory of the pool by owner as the job's plan has it.", labels,
+                      static_cast<double>(bytes));
+    const auto peak = peak_bytes_.find(owner);
+    if (peak == peak_bytes_.end() || bytes == 0) continue;
+    metrics->SetGauge("tandem_plan_peak_bytes", "The most of it in use since the job began in this process.", labels,
+                      static_cast<double>(peak->second));
+    metrics->SetGauge("tandem_plan_use_ratio", "Peak use over plan.", labels,
+                      static_cast<double>(peak->second) / static_cast<double>(bytes));
   }
 }
 

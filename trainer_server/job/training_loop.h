@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -41,10 +42,10 @@ struct LoopEnvironment {
   const ContentStore* content = nullptr;
   Metrics* metrics = nullptr;
   PolicyFactory make_policy;
-  AdamWDevice device;                // where the pool lies; its stream is the trainer thread's
-  std::uint64_t standing_bytes = 0;  // of the standing region, for jobs
-  std::function<std::shared_ptr<void>(std::span<std::byte> elastic)> enter_arena;  // may be empty
-  std::function<void(const std::string& phase)> on_phase;                          // "rollout", "training"
+  AdamWDevice device;                       // where the pool lies; its stream is the trainer thread's
+  std::function<NodeMemory()> node_memory;  // as it is now
+  std::function<std::unique_ptr<PhaseMemory>(std::span<std::byte> elastic)> enter_arena;  // may be empty
+  std::function<void(const std::string& phase)> on_phase;                                 // "rollout", "training"
 };
 
 // A piece of the standing region, given back with its owner.
@@ -74,7 +75,9 @@ class TrainingLoop {
 
   std::uint64_t step() const { return state_.step; }  // steps finished
   std::uint64_t num_steps() const { return plan_.spec.num_steps(); }
-  // Draws, scores, trains; appends to the history. Errors: see RolloutClient, StepDriver.
+  // Draws, scores, trains; appends to the history. A step that finds no memory is tried once more in smaller pieces. Errors:
+  // RESOURCE_EXHAUSTED (a prompt longer than what the plan has room for, memory in smaller pieces too); see RolloutClient,
+  // StepDriver.
   absl::Status RunStep();
   bool is_evaluation_due() const;
   absl::Status Evaluate();
@@ -93,13 +96,20 @@ class TrainingLoop {
  private:
   TrainingLoop(const LoopEnvironment& environment, std::string job, std::string job_text, JobPlan plan);
   absl::Status TakeMemory();
-  absl::Status MakePolicy();
+  absl::Status MakeParts();
+  // The policy, over masters that stay as they are, and the driver of its steps.
+  enum class StepPieces { kUsual, kSmaller };
+  absl::Status MakeTrainer(StepPieces pieces);
   absl::Status LoadStartAdapter();
   absl::Status ResumeOrBegin(const std::string& directory);
   absl::Status EnsurePublished();
   absl::StatusOr<std::vector<RolloutGroup>> DrawGroups(const std::vector<Prompt>& prompts, std::uint32_t group_size,
                                                        std::vector<std::uint64_t> seeds);
   absl::StatusOr<RewardTable> ScoreGroup(const Prompt& prompt, const RolloutGroup& group) const;
+  absl::StatusOr<StepReport> Train(std::uint64_t step, std::span<const ScoredGroup> groups);
+  absl::Status CheckPrompts(const std::vector<Prompt>& prompts) const;
+  // Plan against use, by owner.
+  void ExportMemory(std::uint64_t training_peak_bytes);
   NamedValues StepValues(const std::vector<ScoredGroup>& groups, const std::vector<RewardMetrics>& functions,
                          const StepReport& report) const;
   std::vector<v1::CompletionRecord> Records(const std::vector<ScoredGroup>& groups, const StepReport& report) const;
@@ -125,6 +135,7 @@ class TrainingLoop {
   CheckpointState state_;  // of the last step boundary
   std::optional<std::uint64_t> evaluated_step_;
   std::vector<double> recent_step_seconds_;
+  std::map<std::string, std::uint64_t> peak_bytes_;  // by owner, since the job began here
 };
 
 }  // namespace tandem

@@ -25,6 +25,7 @@ class DataSet {
 
   std::size_t num_rows() const { return rows_.size(); }
   std::size_t line_of(std::size_t row_index) const { return rows_[row_index].line; }  // from 1
+  std::size_t size_bytes_of(std::size_t row_index) const { return rows_[row_index].size_bytes; }
   // Errors: INVALID_ARGUMENT naming the line when it is no JSON object. Requires: row_index < num_rows().
   absl::StatusOr<nlohmann::json> ReadRow(std::size_t row_index) const;
 

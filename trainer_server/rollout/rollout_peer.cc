@@ -8,6 +8,11 @@
 #include "common/rpc/channel.h"
 
 namespace tandem {
+namespace {
+
+constexpr absl::Duration kStatusTimeout = absl::Seconds(2);
+
+}  // namespace
 
 RolloutPeer::RolloutPeer(Options options)
     : options_(std::move(options)), stub_(v1::RolloutService::NewStub(MakeChannel(options_.address))) {}
@@ -20,7 +25,7 @@ absl::Status RolloutPeer::WaitUntilServing() {
   while (true) {
     if (options_.is_attached()) {
       grpc::ClientContext context;
-      context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(2)));
+      context.set_deadline(absl::ToChronoTime(absl::Now() + kStatusTimeout));
       ScopedCall call(this, &context);
       v1::RolloutStatus status;
       if (stub_->GetStatus(&context, v1::RolloutStatusRequest(), &status).ok()) break;
@@ -48,6 +53,14 @@ absl::Status RolloutPeer::WaitUntilServing() {
                " result=", result.ok() ? "back" : std::string(result.message()));
   }
   return result;
+}
+
+absl::StatusOr<v1::RolloutStatus> RolloutPeer::GetStatus() const {
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + kStatusTimeout));
+  v1::RolloutStatus status;
+  TANDEM_RETURN_IF_ERROR(FromGrpc(stub_->GetStatus(&context, v1::RolloutStatusRequest(), &status)));
+  return status;
 }
 
 absl::Status RolloutPeer::Pause(absl::Duration duration) {

@@ -29,6 +29,8 @@ class RolloutPeer {
   // Until the server is attached to the pool and answers. Errors: CANCELLED (Interrupt, SetImpatient),
   // DEADLINE_EXCEEDED (patience).
   absl::Status WaitUntilServing();
+  // What the server says of itself, asked once. May be called on any thread; blocks for at most 2 s. Errors: those of the call.
+  absl::StatusOr<v1::RolloutStatus> GetStatus() const;
   // Sleeps for `duration`, or less when interrupted. Errors: CANCELLED.
   absl::Status Pause(absl::Duration duration);
   // What is waited for now, for people; empty when nothing.

@@ -60,6 +60,10 @@ v1::WatchResponse ToResponse(const HistoryEvent& event) {
   return response;
 }
 
+void AddWarnings(const JobPlan& plan, google::protobuf::RepeatedPtrField<std::string>* warnings) {
+  for (const auto* lines : {&plan.warnings, &plan.memory.warnings}) warnings->Add(lines->begin(), lines->end());
+}
+
 }  // namespace
 
 class JobService::StreamPlace {
@@ -113,21 +117,28 @@ grpc::Status JobService::HasContent(grpc::ServerContext*, const v1::HasContentRe
 grpc::Status JobService::Submit(grpc::ServerContext*, const v1::SubmitRequest* request, v1::SubmitResponse* response) {
   const auto plan = PlanJob(request->job_text(), options_.surroundings, JobOrigin::kSubmitted);
   if (!plan.ok()) return ToGrpc(plan.status());
+  if (const absl::Status fits = CheckMemory(plan->memory); !fits.ok()) return ToGrpc(fits);
   const auto job = store_->Add(plan->spec, request->job_text());
   if (!job.ok()) return ToGrpc(job.status());
   runner_->Notify();
   response->set_job(*job);
-  response->mutable_warnings()->Assign(plan->warnings.begin(), plan->warnings.end());
+  AddWarnings(*plan, response->mutable_warnings());
   return grpc::Status::OK;
 }
 
 grpc::Status JobService::Plan(grpc::ServerContext*, const v1::PlanRequest* request, v1::PlanResponse* response) {
-  const auto plan = PlanJob(request->job_text(), options_.surroundings, JobOrigin::kSubmitted);
+  auto plan = PlanJob(request->job_text(), options_.surroundings, JobOrigin::kSubmitted);
   if (!plan.ok()) return ToGrpc(plan.status());
+  if (request->live_sequences() > 0) {
+    plan->needs.live_sequences = request->live_sequences();
+    plan->memory = PlanMemory(options_.surroundings.model, plan->needs, options_.surroundings.node_memory());
+  }
+  *response->mutable_memory() = plan->memory.figures;
+  response->mutable_faults()->Assign(plan->memory.faults.begin(), plan->memory.faults.end());
   if (!google::protobuf::TextFormat::PrintToString(plan->spec, response->mutable_job_text())) {
     return ToGrpc(absl::InternalError("the job cannot be printed"));
   }
-  response->mutable_warnings()->Assign(plan->warnings.begin(), plan->warnings.end());
+  AddWarnings(*plan, response->mutable_warnings());
   response->set_steps_per_epoch(plan->steps_per_epoch);
   response->set_trained_parameters(plan->layout.num_parameters);
   return grpc::Status::OK;

@@ -28,6 +28,7 @@ absl::Status ElasticPhase::Leave() {
   if (is_entered()) {
     TANDEM_RETURN_IF_ERROR(Annotate(SynchronizeDevice(options_.device), "fence before the elastic region is given back"));
   }
+  if (arena_ != nullptr) peak_bytes_ = arena_->peak_bytes();
   arena_.reset();
   const absl::Time limit = absl::Now() + peer_->patience();
   while (options_.member->holds_elastic()) {

@@ -1,6 +1,7 @@
 // One training phase: the elastic region is the trainer's from Enter to Leave. Confined to the trainer thread; blocks.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
@@ -11,13 +12,19 @@
 
 namespace tandem {
 
+// Training memory lies in the elastic region as long as this lives.
+class PhaseMemory {
+ public:
+  virtual ~PhaseMemory() = default;
+  virtual std::uint64_t peak_bytes() const = 0;  // since it began
+};
+
 class ElasticPhase {
  public:
   struct Options {
     PoolMember* member = nullptr;
-    // Puts training memory into the region until the object dies; may be empty.
-    std::function<std::shared_ptr<void>(std::span<std::byte> elastic)> enter_arena;
-    Device device = Device::kCpu;  // the region lies on it
+    std::function<std::unique_ptr<PhaseMemory>(std::span<std::byte> elastic)> enter_arena;  // may be empty
+    Device device = Device::kCpu;                                                           // the region lies on it
     absl::Duration call_deadline = absl::Seconds(60);
   };
   ElasticPhase(RolloutPeer* peer, Options options) : peer_(peer), options_(std::move(options)) {}
@@ -30,11 +37,14 @@ class ElasticPhase {
   // DEADLINE_EXCEEDED (patience); call again then.
   absl::Status Leave();
   bool is_entered() const { return options_.member->holds_elastic(); }
+  // Of training memory in the last phase that was left; 0: it took none.
+  std::uint64_t peak_bytes() const { return peak_bytes_; }
 
  private:
   RolloutPeer* const peer_;
   const Options options_;
-  std::shared_ptr<void> arena_;
+  std::unique_ptr<PhaseMemory> arena_;
+  std::uint64_t peak_bytes_ = 0;
 };
 
 }  // namespace tandem

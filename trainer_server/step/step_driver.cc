@@ -78,6 +78,7 @@ absl::StatusOr<StepReport> StepDriver::Run(std::uint64_t step, std::span<const S
   const absl::Status left = phase_->Leave();
   if (!report.ok()) return Annotate(report.status(), absl::StrCat("step ", step));
   if (!left.ok()) TANDEM_LOG(kWarning, "step", "elastic region kept because=", std::string(left.message()));
+  if (report->num_micro_batches > 0) report->peak_bytes = phase_->peak_bytes();
   return report;
 }
 
@@ -160,8 +161,8 @@ absl::StatusOr<std::vector<MicroBatch>> StepDriver::Pack(std::span<const ScoredG
     }
     first += group_size;
   }
-  const std::int64_t max_tokens =
-      options_.micro_batch_tokens > 0 ? options_.micro_batch_tokens : std::max(kDefaultMicroBatchTokens, longest);
+  std::int64_t max_tokens = MicroBatchLimit(options_.micro_batch_tokens, longest);
+  if (options_.halves_micro_batches) max_tokens = std::max(longest, max_tokens / 2);
   return PackMicroBatches(to_pack, max_tokens);
 }
 

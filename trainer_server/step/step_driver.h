@@ -40,6 +40,7 @@ struct StepReport {
   std::size_t num_micro_batches = 0;
   std::size_t num_groups_skipped = 0;  // no variance: nothing to learn from
   absl::Duration phase_wait;           // for the elastic region
+  std::uint64_t peak_bytes = 0;        // of training memory in it; 0: the step took none
 };
 
 class StepDriver {
@@ -50,18 +51,18 @@ class StepDriver {
     AdamWOptions adamw;
     LearningRateOptions learning_rate;
     std::uint32_t updates_per_rollout = 1;
-    std::int64_t micro_batch_tokens = 0;   // 0: kDefaultMicroBatchTokens, or the longest sequence
+    std::int64_t micro_batch_tokens = 0;   // see MicroBatchLimit
+    bool halves_micro_batches = false;     // as far as the longest sequence allows
     std::function<bool()> is_interrupted;  // asked between micro-batches
     AdamWDevice device;                    // where the trained state lies
   };
-  static constexpr std::int64_t kDefaultMicroBatchTokens = 2048;
 
   StepDriver(PolicyModel* policy, TrainedState* state, ElasticPhase* phase, Options options);
 
   // `step` counts from 1. A group whose advantages are all exactly 0 is not computed when nothing but the advantage gives it a
   // gradient; it stays in every denominator. Errors: CANCELLED (interrupted), FAILED_PRECONDITION (a value is not finite: the
-  // step is refused), those of ElasticPhase. After an error masters, moments and counters are what they were, and the region is
-  // given back unless that failed.
+  // step is refused), RESOURCE_EXHAUSTED (the elastic region has no room for a micro-batch), those of ElasticPhase. After an
+  // error masters, moments and counters are what they were, and the region is given back unless that failed.
   absl::StatusOr<StepReport> Run(std::uint64_t step, std::span<const ScoredGroup> groups);
 
  private:

@@ -51,7 +51,7 @@ class Trainer {
     environment.encoder = std::make_shared<ByteEncoder>();
     environment.member = pool;
     environment.standing = &standing_;
-    environment.standing_bytes = pool->region(v1::REGION_KIND_TRAINER_STANDING).size();
+    environment.node_memory = [this] { return node_; };
     environment.peer = &peer_;
     environment.content = content_.get();
     environment.metrics = metrics_.get();
@@ -59,12 +59,14 @@ class Trainer {
                                      const PolicyOptions& options) -> absl::StatusOr<std::unique_ptr<PolicyModel>> {
       auto policy = std::make_unique<FakePolicy>(memory, AdapterLayout::Create(SmallModel(), options.rank, options.targets));
       policy->nan_at_forward = nan_at_forward_;
+      policy->max_rows = max_rows_;
+      logit_chunks_.push_back(options.logit_chunk);
       return policy;
     };
     runner_ = std::make_unique<JobRunner>(store_.get(), environment,
                                           JobRunner::Options{.directory = directory, .idle_poll = absl::Milliseconds(10)});
     JobService::Options options;
-    options.surroundings = {SmallModel(), environment.encoder, content_.get(), 4 << 20};
+    options.surroundings = {SmallModel(), environment.encoder, content_.get(), environment.node_memory};
     options.model = "small";
     options.device = "cpu";
     options.member = pool;
@@ -119,6 +121,9 @@ class Trainer {
   }
 
   int nan_at_forward_ = 0;
+  std::size_t max_rows_ = SIZE_MAX;  // see FakePolicy
+  std::vector<int> logit_chunks_;    // of the policies made, in order
+  NodeMemory node_ = SmallNode();
   std::atomic<bool> is_attached_ = true;
   std::unique_ptr<JobStore> store_;
   std::unique_ptr<ContentStore> content_;
@@ -371,6 +376,99 @@ TEST_F(JobRunnerTest, NanFailsTheJobByNameAndTheRunnerGoesOn) {
   trainer->WaitForState(next, v1::JOB_STATE_SUCCEEDED);
 }
 
+// The adapter and moments of the newest checkpoint: what no cut into pieces may change here, where sums are in one order.
+std::string Trained(const std::string& trajectory) { return trajectory.substr(trajectory.find("adapter.bin")); }
+
+TEST_F(JobRunnerTest, StepWithoutMemoryIsTriedOnceMoreInSmallerPieces) {
+  const std::string text = JobText(5, "batch { micro_batch_tokens: 60 }");
+  const std::string undisturbed = Undisturbed(text);
+  const std::string directory = FreshDirectory("retried");
+  auto trainer = NewTrainer(directory);
+  trainer->max_rows_ = 35;
+  trainer->Start();
+  const std::string job = *trainer->Submit(text);
+  std::string metrics;
+  trainer->WaitFor(job, [&](const v1::JobStatus& status) {
+    if (status.state() == v1::JOB_STATE_RUNNING && status.step() > 0) metrics = trainer->metrics_->Text();
+    return status.state() == v1::JOB_STATE_SUCCEEDED || status.state() == v1::JOB_STATE_FAILED;
+  });
+  EXPECT_EQ(trainer->Status(job).state(), v1::JOB_STATE_SUCCEEDED) << trainer->Status(job).error();
+  EXPECT_EQ(Trained(Trajectory(directory, job)), Trained(undisturbed));
+  EXPECT_THAT(metrics, HasSubstr("tandem_train_memory_retries_total"));
+  // One policy at the start, and for each retry one with a smaller tile of the head and the usual one again.
+  ASSERT_GE(trainer->logit_chunks_.size(), 3u);
+  EXPECT_THAT(std::vector<int>(trainer->logit_chunks_.begin(), trainer->logit_chunks_.begin() + 3),
+              ::testing::ElementsAre(0, 128, 0));
+}
+
+TEST_F(JobRunnerTest, StepWithoutMemoryInSmallerPiecesTooFailsTheJobWhichGoesOnWhenThereIsRoom) {
+  const std::string text = JobText(9);
+  const std::string undisturbed = Undisturbed(text);
+  const std::string directory = FreshDirectory("exhausted");
+  std::string job;
+  {
+    auto trainer = NewTrainer(directory);
+    trainer->Start();
+    job = *trainer->Submit(text);
+    trainer->WaitFor(job, [](const v1::JobStatus& status) { return status.step() >= 2; });
+  }
+  {
+    auto trainer = NewTrainer(directory);
+    trainer->max_rows_ = 8;
+    trainer->Start();
+    const v1::JobStatus failed = trainer->WaitForState(job, v1::JOB_STATE_FAILED);
+    EXPECT_THAT(failed.error(), HasSubstr("in smaller pieces too"));
+    EXPECT_THAT(failed.error(), HasSubstr("no memory for"));
+    EXPECT_FALSE(pool_.holds_elastic());
+    EXPECT_EQ(CheckpointStore::OpenForReading(directory + "/jobs/" + job + "/checkpoints").Steps().back(), failed.step());
+    const std::string next = *trainer->Submit(JobText(1));
+    EXPECT_EQ(trainer->WaitForState(next, v1::JOB_STATE_FAILED).step(), 0u);
+  }
+  auto trainer = NewTrainer(directory);
+  trainer->Start();
+  ASSERT_TRUE(trainer->store_->Resume(job).ok());
+  trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(Trajectory(directory, job), undisturbed);
+}
+
+// CASES C39: what does not fit is refused before it is stored; what was stored, before its next step, and it goes on where the
+// memory is back.
+TEST_F(JobRunnerTest, JobThatTheNodeDoesNotHoldIsRefusedWithTheLargestContextThatFits) {
+  const std::string text = JobText(9);
+  const std::string undisturbed = Undisturbed(text);
+  const std::string directory = FreshDirectory("too_large");
+  std::string job;
+  {
+    auto trainer = NewTrainer(directory);
+    trainer->Start();
+    job = *trainer->Submit(text);
+    trainer->WaitFor(job, [](const v1::JobStatus& status) { return status.step() >= 2; });
+  }
+  {
+    auto trainer = NewTrainer(directory);
+    trainer->node_.elastic_bytes = 24 << 10;
+    trainer->Start();
+    const v1::JobStatus failed = trainer->WaitForState(job, v1::JOB_STATE_FAILED);
+    EXPECT_GE(failed.step(), 2u);
+    for (const std::string& refusal : {failed.error(), std::string(trainer->Submit(text).status().message())}) {
+      EXPECT_THAT(refusal, HasSubstr("rollout.sampling.max_tokens: 6"));
+      EXPECT_THAT(refusal, HasSubstr("--pool_bytes="));
+    }
+    grpc::ClientContext context;
+    v1::PlanRequest plan;
+    plan.set_job_text(text);
+    v1::PlanResponse planned;
+    ASSERT_TRUE(trainer->stub_->Plan(&context, plan, &planned).ok()) << "a plan of what does not fit tells what would";
+    EXPECT_EQ(planned.faults_size(), 1);
+    EXPECT_GT(planned.memory().least_pool_bytes(), 0u);
+  }
+  auto trainer = NewTrainer(directory);
+  trainer->Start();
+  ASSERT_TRUE(trainer->store_->Resume(job).ok());
+  trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(Trajectory(directory, job), undisturbed);
+}
+
 // CASES C45: a checkpoint without its optimizer state fails the job; it does not start cold.
 TEST_F(JobRunnerTest, DamagedCheckpointFailsTheJobByName) {
   const std::string directory = FreshDirectory("damaged");
@@ -458,6 +556,9 @@ TEST_F(JobRunnerTest, BadUploadsAndJobsAreRefusedAndTheServiceGoesOn) {
   ASSERT_TRUE(trainer->stub_->Plan(&plan_context, plan, &planned).ok());
   EXPECT_EQ(planned.steps_per_epoch(), 4u);
   EXPECT_GT(planned.trained_parameters(), 0u);
+  EXPECT_EQ(planned.memory().context_tokens(), 11u);
+  EXPECT_EQ(planned.memory().wanted_live_sequences(), 12u);
+  EXPECT_EQ(planned.memory().pool_bytes(), SmallNode().pool_bytes());
   EXPECT_THAT(planned.job_text(), HasSubstr("learning_rate: 0.2"));
   EXPECT_TRUE(trainer->Submit(JobText(1)).ok());
 }

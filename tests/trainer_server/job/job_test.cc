@@ -23,7 +23,7 @@ constexpr char kRows[] = "{\"prompt\": \"1 + 1\", \"answer\": 2}\n{\"prompt\": \
 class JobPlanTest : public ::testing::Test {
  protected:
   JobPlanTest() : content_(*ContentStore::Open(FreshDirectory("content"), 1 << 20)) {
-    surroundings_ = {SmallModel(), std::make_shared<ByteEncoder>(), content_.get(), 8 << 20};
+    surroundings_ = {SmallModel(), std::make_shared<ByteEncoder>(), content_.get(), [this] { return node_; }};
     rows_ = Store(kRows);
   }
   std::string Store(const std::string& bytes) {
@@ -56,6 +56,7 @@ class JobPlanTest : public ::testing::Test {
   }
 
   std::unique_ptr<ContentStore> content_;
+  NodeMemory node_ = SmallNode();
   JobSurroundings surroundings_;
   std::string rows_;
 };
@@ -167,8 +168,37 @@ TEST_F(JobPlanTest, CostsAndSideEffectsAreWarnedOf) {
 }
 
 TEST_F(JobPlanTest, AdapterBeyondTheStandingRegionIsRefusedWithBothSizes) {
-  surroundings_.standing_bytes = 4096;
-  EXPECT_THAT(Faults(Job()), HasSubstr("trainer's standing region of 4.0 KiB"));
+  node_.trainer_standing_bytes = 4096;
+  const auto plan = Plan(Job());
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  const absl::Status status = CheckMemory(plan->memory);
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("adapter.rank: 2; must be small enough"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("trainer's standing region of 4.0 KiB"));
+}
+
+// CASES C39: the job's own lengths are what is planned, those of long lines beyond the first rows too.
+TEST_F(JobPlanTest, MemoryIsPlannedForTheLongestPromptAndCompletion) {
+  std::string rows;
+  for (std::size_t i = 0; i < kMaxEncodedRows + kMaxEncodedLongRows + 10; ++i) rows += "{\"prompt\": \"abcd\", \"answer\": 1}\n";
+  rows += "{\"prompt\": \"" + std::string(40, 'x') + "\", \"answer\": 1}\n{\"prompt\": \"ab\", \"answer\": 1}\n";
+  rows_ = Store(rows);
+  auto plan = Plan(Job());
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->needs.longest_prompt_tokens, 40u);
+  EXPECT_EQ(plan->memory.figures.context_tokens(), 48u);
+  EXPECT_TRUE(CheckMemory(plan->memory).ok()) << CheckMemory(plan->memory);
+  EXPECT_THAT(plan->warnings, ::testing::Contains(HasSubstr("256 longest lines")));
+
+  // Stored, then begun on a node with less memory.
+  auto stored = PlanJob(Job(), surroundings_, JobOrigin::kStored);
+  ASSERT_TRUE(stored.ok()) << stored.status();
+  node_.elastic_bytes = 64 << 10;
+  ASSERT_TRUE(MeasureMemory(surroundings_, &*stored).ok());
+  EXPECT_EQ(stored->needs.longest_prompt_tokens, 40u);
+  const absl::Status status = CheckMemory(stored->memory);
+  EXPECT_TRUE(absl::IsResourceExhausted(status));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("rollout.sampling.max_tokens: 8, with prompts of up to 40 tokens; "));
 }
 
 TEST(ContentStoreTest, OnlyWholeContentStandsUnderItsAddress) {
@@ -239,6 +269,10 @@ TEST_F(JobStoreTest, QueueIsFirstInFirstOutAndTheRunningJobGoesBeforeAll) {
   ASSERT_TRUE(store_->Resume(first).ok());
   EXPECT_EQ((*store_->Next())->status.job(), first) << "a paused job keeps its place";
   EXPECT_EQ(*store_->CountQueued(), 2);
+  ASSERT_TRUE(store_->Resume(third).ok()) << "a failed job can be resumed";
+  EXPECT_EQ(State(third), v1::JOB_STATE_QUEUED);
+  EXPECT_EQ(store_->Get(third)->status.error(), "");
+  EXPECT_EQ(store_->Get(third)->status.step(), 3u);
 }
 
 TEST_F(JobStoreTest, StatesThatDoNotFollowAreRefusedByName) {

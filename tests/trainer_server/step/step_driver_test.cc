@@ -94,6 +94,33 @@ TEST_F(StepDriverTest, GradientDoesNotDependOnTheCutIntoMicroBatches) {
   EXPECT_GT(policy_->num_forwards, 3);
 }
 
+TEST_F(StepDriverTest, SmallerPiecesAreHalfAsLargeAsFarAsTheLongestSequenceAllows) {
+  const auto num_micro_batches = [&](std::int64_t micro_batch_tokens, bool is_halved) {
+    options_.micro_batch_tokens = micro_batch_tokens;
+    options_.halves_micro_batches = is_halved;
+    const auto report = Run(Groups(4));  // groups of 2 + 1 + 2, 2 + 2 + 3, 2 + 3 + 4, 2 + 4 + 5 rows
+    EXPECT_TRUE(report.ok()) << report.status();
+    return report.ok() ? report->num_micro_batches : 0;
+  };
+  EXPECT_EQ(num_micro_batches(32, false), 1u);
+  EXPECT_EQ(num_micro_batches(32, true), num_micro_batches(16, false));
+  EXPECT_GT(num_micro_batches(32, true), 1u);
+  EXPECT_EQ(num_micro_batches(8, true), num_micro_batches(7, false)) << "a whole sequence has 7 rows";
+}
+
+// Of the elastic region, as the phase's memory tells it when the region is given back.
+TEST_F(StepDriverTest, PeakOfTrainingMemoryIsReported) {
+  class Memory : public PhaseMemory {
+    std::uint64_t peak_bytes() const override { return 12345; }
+  };
+  ElasticPhase phase(&peer_, {.member = &pool_, .enter_arena = [](auto) { return std::make_unique<Memory>(); }});
+  StepDriver driver(policy_.get(), &state_, &phase, options_);
+  const auto report = driver.Run(1, Groups(2));
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(report->peak_bytes, 12345u);
+  EXPECT_EQ(driver.Run(2, Groups(2, {0, 1}))->peak_bytes, 0u) << "nothing was computed";
+}
+
 // CASES C06, the training part: the step is refused, nothing has changed, the region is given back.
 TEST_F(StepDriverTest, NanRefusesTheStepAndLeavesEverything) {
   for (const std::uint32_t updates : {1u, 3u}) {

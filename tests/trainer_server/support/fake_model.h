@@ -21,6 +21,7 @@
 #include "common/sharing/pool_member.h"
 #include "common/sharing/standing_allocator.h"
 #include "gtest/gtest.h"
+#include "trainer_server/plan/memory_plan.h"
 #include "trainer_server/policy/policy_model.h"
 
 namespace tandem {
@@ -64,6 +65,17 @@ inline ModelConfig SmallModel() {
   config.is_embedding_tied = true;
   config.end_token_ids = {kEndToken};
   return config;
+}
+
+// A node of 10 MiB on the CPU for SmallModel(), whose rollout server was heard.
+inline NodeMemory SmallNode(std::uint64_t elastic_bytes = 4 << 20) {
+  NodeMemory node;
+  node.weights_bytes = node.model_bytes = 1 << 20;
+  node.rollout_standing_bytes = 64 << 10;
+  node.trainer_standing_bytes = 4 << 20;
+  node.elastic_bytes = elastic_bytes;
+  node.rollout = AssumedRolloutMemory(SmallModel(), Device::kCpu);
+  return node;
 }
 
 class ByteTokenizer final : public Tokenizer {
@@ -114,7 +126,10 @@ inline double Sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 class FakePolicy final : public PolicyModel {
  public:
   FakePolicy(const AdapterMemory& memory, AdapterLayout layout)
-      : masters_(Floats(memory.masters)), gradients_(Floats(memory.gradients)), layout_(std::move(layout)) {}
+      : masters_(Floats(memory.masters)),
+        gradients_(Floats(memory.gradients)),
+        layout_(std::move(layout)),
+        reference_(masters_.begin(), masters_.end()) {}
 
   absl::Status InitializeAdapters(std::uint64_t seed) override {
     for (std::size_t i = 0; i < masters_.size(); ++i) masters_[i] = static_cast<float>(RandomUniform(seed, i) - 0.5);
@@ -130,6 +145,9 @@ class FakePolicy final : public PolicyModel {
     return Evaluate(batch, kind == PolicyKind::kPolicy ? std::span<const float>(masters_) : std::span<const float>(reference_));
   }
   absl::StatusOr<HeadScores> Forward(const MicroBatch& batch, bool, std::uint64_t dropout_stream) override {
+    if (batch.token_ids.size() > max_rows) {
+      return absl::ResourceExhaustedError(absl::StrCat("no memory for ", batch.token_ids.size(), " rows"));
+    }
     ++num_forwards;
     dropout_streams.push_back(dropout_stream);
     batch_ = batch;
@@ -151,6 +169,7 @@ class FakePolicy final : public PolicyModel {
   const AdapterLayout& adapter_layout() const override { return layout_; }
 
   int num_scores = 0, num_forwards = 0, nan_at_forward = 0;
+  std::size_t max_rows = SIZE_MAX;  // of a forward pass; more find no memory
   std::vector<std::uint64_t> dropout_streams;
 
  private:

@@ -1,0 +1,64 @@
+#include "trainer_server/plan/node_memory.h"
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "common/base/units.h"
+
+namespace tandem {
+namespace {
+
+std::optional<std::uint64_t> NumberIn(const std::string& path) {
+  std::ifstream file(path);
+  std::uint64_t value = 0;
+  if (file >> value) return value;
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::uint64_t AvailableHostBytes() {
+  std::uint64_t available = 0;
+  std::ifstream file("/proc/meminfo");
+  for (std::string name; file >> name;) {
+    std::uint64_t kib = 0;
+    if (name == "MemAvailable:" && file >> kib) available = kib * kKiB;
+    file.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+  }
+  const auto limit = NumberIn("/sys/fs/cgroup/memory.max"), used = NumberIn("/sys/fs/cgroup/memory.current");
+  if (limit.has_value() && used.has_value()) available = std::min(available, *limit - std::min(*limit, *used));
+  return available;
+}
+
+NodeMemoryReader::NodeMemoryReader(Options options, const PoolMember* member, const RolloutPeer* peer)
+    : options_(std::move(options)), member_(member), peer_(peer) {}
+
+NodeMemory NodeMemoryReader::Read() {
+  NodeMemory node;
+  node.device = member_->device();
+  node.weight_format = options_.weight_format;
+  const auto size_of = [this](v1::RegionKind kind) { return std::uint64_t{member_->region(kind).size()}; };
+  node.weights_bytes = size_of(v1::REGION_KIND_WEIGHTS);
+  node.model_bytes = size_of(v1::REGION_KIND_MODEL);
+  node.rollout_standing_bytes = size_of(v1::REGION_KIND_ROLLOUT_STANDING);
+  node.trainer_standing_bytes = size_of(v1::REGION_KIND_TRAINER_STANDING);
+  node.elastic_bytes = size_of(v1::REGION_KIND_ELASTIC);
+  node.trainer_fixed = options_.trainer_fixed;
+  for (const v1::OwnedBytes& owned : member_->RegionLedger()) {
+    if (!owned.in_pool()) node.outside_bytes += owned.bytes();
+  }
+  // The rest is for what is no layer input: data sets, checkpoints on their way, page cache.
+  if (node.device == Device::kCuda) node.host_limit_bytes = AvailableHostBytes() / 8 * 7;
+
+  const absl::StatusOr<v1::RolloutStatus> status = peer_->GetStatus();
+  MutexLock lock(&mutex_);
+  if (status.ok() && status->memory().kv_block_bytes() > 0 && status->memory().block_tokens() > 0) heard_ = status->memory();
+  node.is_rollout_assumed = !heard_.has_value();
+  node.rollout = heard_.has_value() ? *heard_ : AssumedRolloutMemory(options_.model, node.device);
+  return node;
+}
+
+}  // namespace tandem
