@@ -28,7 +28,7 @@ ABSL_FLAG(int, max_waiting_sequences, 16384,
 ABSL_FLAG(std::string, kv_cache_dtype, "auto",
           "KV cache: auto, on a GPU bf16 or fp8 (E4M3 with scales from the first prompts); auto: bf16, on the CPU fp32");
 ABSL_FLAG(int, max_streams, 64, "Generate streams at a time");
-ABSL_FLAG(int, max_adapters, 2, "adapters of one step, on a GPU");
+ABSL_FLAG(int, max_adapters, 2, "adapters of one step, on a GPU; sequences of more jobs take turns");
 ABSL_FLAG(int, max_adapter_rank, 0,
           "rank of any adapter, on a GPU; 0: the largest of 64, 32, 16, 8 that the standing region has room for");
 
@@ -168,6 +168,8 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   engine_options.lease_epoch = pool->lease().epoch();
   engine_options.is_paused = !pool->holds_elastic();
   engine_options.device = pool->device();
+  engine_options.runs_ahead = is_on_gpu;
+  if (is_on_gpu) engine_options.max_adapters = device_options.model.max_adapters;
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
                           Engine::Create(std::move(engine_options), model.get(), sampler.get(), tokenizer, metrics.get()));
 
@@ -215,8 +217,5 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
 int main(int argc, char** argv) {
   const tandem::DaemonConfig config = tandem::Daemon::ParseFlags(argc, argv, "rollout_server", tandem::v1::ROLE_ROLLOUT,
                                                                  "127.0.0.1:7071", "127.0.0.1:9091", "127.0.0.1:7070");
-  const absl::StatusOr<int> code = tandem::Run(config);
-  if (code.ok()) return *code;
-  TANDEM_LOG(kError, "main", "could not start: ", code.status().ToString());
-  return 2;
+  return tandem::Daemon::ExitCode(config, tandem::Run(config));
 }

@@ -96,6 +96,15 @@ Device DeviceFlag() {
   return Device::kCpu;
 }
 
+// After a context is poisoned every call of the driver fails: there is nothing to finish, and what is on disk is whole.
+void EndIfPoisoned(Device device) {
+  const absl::Status health = ContextHealth(device);
+  if (health.ok() || absl::IsResourceExhausted(health)) return;  // no memory for a context is no fault of one
+  TANDEM_LOG(kError, "daemon", "ending with code ", kPoisonedContextExitCode,
+             ": the device context is poisoned: ", health.ToString());
+  std::_Exit(kPoisonedContextExitCode);
+}
+
 // Watches the GPU beside a daemon that serves. Confined to the thread of Serve; on the CPU it does nothing.
 class DeviceWatch {
  public:
@@ -107,17 +116,8 @@ class DeviceWatch {
   void Look() {
     if (!IsOnDevice() || absl::Now() - looked_ < kInterval) return;
     looked_ = absl::Now();
-    EndIfPoisoned();
+    EndIfPoisoned(pool_->device());
     if (const absl::StatusOr<DeviceMemoryUse> use = DriverMemory(pool_->device()); use.ok()) Report(*use);
-  }
-  // After a context is poisoned every call of the driver fails: there is nothing to finish, and what is on disk is whole.
-  void EndIfPoisoned() const {
-    if (!IsOnDevice()) return;
-    const absl::Status health = ContextHealth(pool_->device());
-    if (health.ok()) return;
-    TANDEM_LOG(kError, "daemon", "ending with code ", kPoisonedContextExitCode,
-               ": the device context is poisoned: ", health.ToString());
-    std::_Exit(kPoisonedContextExitCode);
   }
 
  private:
@@ -270,7 +270,7 @@ int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember
     device.Look();
     absl::SleepFor(absl::Milliseconds(50));
   }
-  if (!background.ok()) device.EndIfPoisoned();
+  if (pool != nullptr) EndIfPoisoned(pool->device());
   if (background.ok())
     TANDEM_LOG(kInfo, "daemon", "stopping signal=", static_cast<int>(stop_signal));
   else
@@ -280,8 +280,15 @@ int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember
   // Streams have been ended by `stop`; idle channels of others would keep the server for the whole time.
   server->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(1)));
   server->Wait();
+  if (pool != nullptr) EndIfPoisoned(pool->device());
   TANDEM_LOG(kInfo, "daemon", "stopped");
   return background.ok() ? 0 : 3;
+}
+
+int Daemon::ExitCode(const DaemonConfig& config, const absl::StatusOr<int>& served) {
+  if (!served.ok()) TANDEM_LOG(kError, "daemon", "could not start: ", served.status().ToString());
+  EndIfPoisoned(config.pool.device);
+  return served.value_or(2);
 }
 
 }  // namespace tandem

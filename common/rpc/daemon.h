@@ -40,12 +40,15 @@ class Daemon {
   //
   // `pool` (null: none) is watched: when its health() fails, the daemon stops as after `failed`. On a GPU so is the device:
   // tandem_device_memory_bytes follows the driver's figures, and a poisoned context ends the process at once with
-  // kPoisonedContextExitCode, without `stop`: nothing on the device can be waited for, and the peer carries on. Rooms need do no
-  // more than return their errors; a CUDA graph is captured in a mode that lets other threads ask the driver (thread-local or
-  // relaxed).
+  // kPoisonedContextExitCode, while it serves without `stop`: nothing on the device can be waited for, and the peer carries on.
+  // Rooms need do no more than return their errors; a CUDA graph is captured in a mode that lets other threads ask the driver
+  // (thread-local or relaxed).
   static int Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember* pool,
                    const std::vector<grpc::Service*>& services, const std::function<void(int grpc_port)>& started,
                    const std::function<absl::Status()>& failed, const std::function<void()>& stop);
+  // What main returns when all rooms are gone: the code of Serve, or 2 with the error in the log where the daemon came to no
+  // serving. Where either left the GPU's context poisoned, ends the process with kPoisonedContextExitCode.
+  static int ExitCode(const DaemonConfig& config, const absl::StatusOr<int>& served);
 };
 
 }  // namespace tandem

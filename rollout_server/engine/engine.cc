@@ -34,6 +34,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(EngineOptions options, De
   if (options.max_batch_tokens < options.max_sequences) {
     return refuse("max_batch_tokens", options.max_batch_tokens, absl::StrCat("at least max_sequences, ", options.max_sequences));
   }
+  if (options.max_adapters < 1) return refuse("max_adapters", options.max_adapters, "at least 1");
   if (options.max_waiting_sequences < 1) return refuse("max_waiting_sequences", options.max_waiting_sequences, "at least 1");
   if (options.vocab_size < 1) return refuse("vocab_size", options.vocab_size, "at least 1");
   return std::unique_ptr<Engine>(new Engine(std::move(options), model, sampler, std::move(tokenizer), metrics));
@@ -50,7 +51,8 @@ Engine::Engine(EngineOptions options, DecoderModel* model, Sampler* sampler, std
       allocator_(options_.num_blocks),
       scheduler_({.block_tokens = options_.block_tokens,
                   .max_batch_tokens = options_.max_batch_tokens,
-                  .max_sequences = options_.max_sequences},
+                  .max_sequences = options_.max_sequences,
+                  .max_adapters = options_.max_adapters},
                  &allocator_, [this](const Sequence& sequence) { return RootKeyOf(sequence); }),
       is_paused_(options_.is_paused),
       lease_epoch_(options_.lease_epoch) {

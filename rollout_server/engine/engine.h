@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -44,6 +45,7 @@ struct EngineOptions {
   int max_batch_tokens = 2048;
   int max_sequences = 256;
   int max_waiting_sequences = 16384;
+  int max_adapters = std::numeric_limits<int>::max();  // of one step, as the model was made for
   int vocab_size = 0;
   std::vector<std::uint32_t> end_token_ids;
   std::string model_digest;       // of the cache's keys

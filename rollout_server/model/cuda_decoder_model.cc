@@ -35,6 +35,7 @@ namespace {
 
 constexpr std::uint64_t kAlignment = 256;
 constexpr std::size_t kBf16Bytes = 2;
+constexpr std::uint64_t kMaxGraphBytes = 256 * kMiB;  // of captured steps, outside the pool
 
 PagedAttentionShape AttentionShape(const ModelConfig& config, int block_tokens) {
   return {.dtype = DType::kBf16,
@@ -171,7 +172,7 @@ class CudaDecoderModel : public DecoderModel {
         staging_(std::move(staging)),
         kv_scales_(config, layout.digest, Device::kCuda, options.workspace.subspan(places_.kv_scales)),
         adapters_(config, options.max_adapters, options.max_adapter_rank, at(places_.adapters)),
-        graphs_(stream_->handle()) {}
+        graphs_(stream_->handle(), kMaxGraphBytes) {}
   ~CudaDecoderModel() override {
     if (const absl::Status status = stream_->Synchronize(); !status.ok()) TANDEM_LOG(kError, "model", status.ToString());
   }
@@ -299,6 +300,7 @@ absl::Status CudaDecoderModel::CheckCapacity(const StepBatch& batch) const {
 absl::Status CudaDecoderModel::FindRuns(const StepBatch& batch, StepShape* shape) {
   std::vector<const DeviceAdapter*> adapters;
   TANDEM_RETURN_IF_ERROR(adapters_.Load(batch.adapters, stream(), &adapters));
+  for (const std::uint64_t graph_id : adapters_.TakeFormerGraphIds()) graphs_.Forget(graph_id);
   for (std::size_t s = 0; s < batch.context_lens.size(); ++s) {
     const std::int64_t begin = batch.cu_query_lens[s], end = batch.cu_query_lens[s + 1];
     const DeviceAdapter* adapter = batch.adapter_of[s] < 0 ? nullptr : adapters[static_cast<std::size_t>(batch.adapter_of[s])];

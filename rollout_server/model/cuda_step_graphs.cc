@@ -2,54 +2,91 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "common/base/log.h"
 #include "common/gpu/cuda_status.h"
+#include "common/gpu/device.h"
 
 namespace tandem {
 namespace {
 
-constexpr std::size_t kMaxGraphs = 512;
+constexpr std::size_t kMaxKeys = 512;
 
 }  // namespace
 
+StepGraphs::~StepGraphs() {
+  while (!graphs_.empty()) Drop(graphs_.begin());
+}
+
 absl::Status StepGraphs::Run(const StepGraphKey& key, const std::function<absl::Status()>& enqueue) {
-  auto found = graphs_.find(key);
-  if (found == graphs_.end()) {
-    if (graphs_.size() >= kMaxGraphs) Clear();
-    graphs_.emplace(key, nullptr);
+  const auto [graph, is_new] = graphs_.try_emplace(key);
+  graph->second.last_run = ++num_runs_;
+  if (is_new) {
+    DropOldest(graph);
     return enqueue();
   }
-  if (found->second == nullptr) { TANDEM_ASSIGN_OR_RETURN(found->second, Capture(enqueue)); }
-  return CudaToStatus(cudaGraphLaunch(static_cast<cudaGraphExec_t>(found->second), static_cast<cudaStream_t>(stream_)),
+  if (graph->second.executable == nullptr) {
+    TANDEM_RETURN_IF_ERROR(Capture(enqueue, &graph->second));
+    DropOldest(graph);
+  }
+  return CudaToStatus(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph->second.executable), static_cast<cudaStream_t>(stream_)),
                       "launching a captured step");
 }
 
-absl::StatusOr<void*> StepGraphs::Capture(const std::function<absl::Status()>& enqueue) {
+absl::Status StepGraphs::Capture(const std::function<absl::Status()>& enqueue, Graph* graph) {
   const auto stream = static_cast<cudaStream_t>(stream_);
   TANDEM_RETURN_IF_ERROR(
       CudaToStatus(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing a step: begin"));
   const absl::Status enqueued = enqueue();
-  cudaGraph_t graph = nullptr;
-  absl::Status status = CudaToStatus(cudaStreamEndCapture(stream, &graph), "capturing a step: end");
+  cudaGraph_t captured = nullptr;
+  absl::Status status = CudaToStatus(cudaStreamEndCapture(stream, &captured), "capturing a step: end");
   if (!enqueued.ok()) status = enqueued;
+  const absl::StatusOr<DeviceMemoryUse> before = DriverMemory(Device::kCuda);
   cudaGraphExec_t executable = nullptr;
-  if (status.ok()) status = CudaToStatus(cudaGraphInstantiate(&executable, graph, 0), "capturing a step: instantiation");
-  if (graph != nullptr) (void)cudaGraphDestroy(graph);
-  if (!status.ok()) {
-    (void)cudaGetLastError();  // what a failed capture leaves behind is told in the status
-    return status;
-  }
-  return executable;
+  if (status.ok()) status = CudaToStatus(cudaGraphInstantiate(&executable, captured, 0), "capturing a step: instantiation");
+  if (captured != nullptr) (void)cudaGraphDestroy(captured);
+  if (status.ok()) status = CudaToStatus(cudaGraphUpload(executable, stream), "capturing a step: upload");
+  graph->executable = executable;
+  const absl::StatusOr<DeviceMemoryUse> after = DriverMemory(Device::kCuda);
+  // Others of the card may take or give back memory in between: then too much is counted, or nothing.
+  if (before.ok() && after.ok() && before->free_bytes > after->free_bytes) graph->bytes = before->free_bytes - after->free_bytes;
+  bytes_ += graph->bytes;
+  if (!status.ok()) (void)cudaGetLastError();  // what a failed capture leaves behind is told in the status
+  return status;
 }
 
-void StepGraphs::Clear() {
-  for (const auto& [key, graph] : graphs_) {
-    if (graph == nullptr) continue;
+// A graph that still runs is freed when it is done.
+StepGraphs::Graphs::iterator StepGraphs::Drop(Graphs::iterator graph) {
+  if (graph->second.executable != nullptr) {
     const absl::Status status =
-        CudaToStatus(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)), "destroying a step graph");
+        CudaToStatus(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph->second.executable)), "destroying a step graph");
     if (!status.ok()) TANDEM_LOG(kWarning, "model", status.ToString());
   }
-  graphs_.clear();
+  bytes_ -= graph->second.bytes;
+  return graphs_.erase(graph);
+}
+
+void StepGraphs::DropOldest(Graphs::iterator kept) {
+  while (graphs_.size() > 1 && (bytes_ > max_bytes_ || graphs_.size() > kMaxKeys)) {
+    auto oldest = graphs_.end();
+    for (auto graph = graphs_.begin(); graph != graphs_.end(); ++graph) {
+      if (graph == kept) continue;
+      if (oldest == graphs_.end() || graph->second.last_run < oldest->second.last_run) oldest = graph;
+    }
+    Drop(oldest);
+  }
+}
+
+void StepGraphs::Forget(std::uint64_t adapter) {
+  for (auto graph = graphs_.begin(); graph != graphs_.end();) {
+    graph = graph->first.adapter == adapter ? Drop(graph) : std::next(graph);
+  }
+}
+
+std::size_t StepGraphs::num_graphs() const {
+  return static_cast<std::size_t>(
+      std::count_if(graphs_.begin(), graphs_.end(), [](const auto& entry) { return entry.second.executable != nullptr; }));
 }
 
 }  // namespace tandem

@@ -123,7 +123,10 @@ absl::Status DeviceAdapters::Convert(const AdapterView& view, void* stream, Entr
     return absl::InvalidArgumentError(absl::StrCat("adapter of rank ", layout.rank, ", the model was made for ", max_rank_));
   }
   const bool is_same_shape = entry->rank == layout.rank && entry->targets == layout.targets && entry->adapter.scale == view.scale;
-  if (!is_same_shape) entry->adapter.graph_id = next_graph_id_++;
+  if (!is_same_shape) {
+    if (entry->adapter.graph_id != 0) former_graph_ids_.push_back(entry->adapter.graph_id);
+    entry->adapter.graph_id = next_graph_id_++;
+  }
   entry->slot = nullptr;  // until it is whole
   entry->rank = layout.rank;
   entry->targets = layout.targets;

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "rollout_server/model/decoder_model.h"
@@ -43,6 +44,8 @@ class DeviceAdapters {
   // What each view is on the device, valid until the next call. Enqueues what is missing. Errors: INVALID_ARGUMENT (rank,
   // number).
   absl::Status Load(std::span<const AdapterView> views, void* stream, std::vector<const DeviceAdapter*>* adapters);
+  // The graph_ids that have been given up since the last call: no step will come under them again.
+  std::vector<std::uint64_t> TakeFormerGraphIds() { return std::exchange(former_graph_ids_, {}); }
 
  private:
   struct Entry {
@@ -63,6 +66,7 @@ class DeviceAdapters {
   std::vector<Entry> entries_;
   std::uint64_t step_ = 0;
   std::uint64_t next_graph_id_ = 1;
+  std::vector<std::uint64_t> former_graph_ids_;
 };
 
 }  // namespace tandem

@@ -10,9 +10,10 @@ namespace tandem {
 
 Scheduler::Scheduler(SchedulerOptions options, BlockAllocator* allocator, RootKeyOf root_key_of)
     : options_(options), allocator_(allocator), root_key_of_(std::move(root_key_of)) {
-  TANDEM_CHECK(options_.block_tokens > 0 && options_.max_sequences > 0 && options_.max_batch_tokens >= options_.max_sequences,
+  TANDEM_CHECK(options_.block_tokens > 0 && options_.max_sequences > 0 && options_.max_batch_tokens >= options_.max_sequences &&
+                   options_.max_adapters > 0,
                "block_tokens=", options_.block_tokens, " max_sequences=", options_.max_sequences,
-               " max_batch_tokens=", options_.max_batch_tokens);
+               " max_batch_tokens=", options_.max_batch_tokens, " max_adapters=", options_.max_adapters);
 }
 
 SequenceId Scheduler::AddGroup(const GroupSpec& spec) {
@@ -22,6 +23,7 @@ SequenceId Scheduler::AddGroup(const GroupSpec& spec) {
   Group& group = groups_[group_id];
   group.spec = spec;
   group.num_live = group.num_waiting = spec.group_size;
+  if (!spec.job.empty()) lane_of(spec.lane).num_live[spec.job] += spec.group_size;
   for (std::uint32_t member = 0; member < spec.group_size; ++member) {
     Sequence sequence;
     sequence.id = next_sequence_id_++;
@@ -39,9 +41,52 @@ StepPlan Scheduler::Schedule(Lane lane) {
   StepPlan plan;
   plan.lane = lane;
   std::uint32_t budget = options_.max_batch_tokens;
-  const bool has_room = ScheduleRunning(&plan, &budget);
-  if (has_room) AdmitWaiting(&plan, &budget);
-  return plan;
+  for (std::size_t tries = lane_of(lane).num_live.size();; --tries) {
+    turns_ = TakeTurns(lane);
+    const bool has_room = ScheduleRunning(&plan, &budget);
+    if (has_room) AdmitWaiting(&plan, &budget);
+    // Where those whose turn it is cannot run, for want of blocks, others can.
+    if (!plan.sequences.empty() || !turns_.has_value() || tries == 0) return plan;
+  }
+}
+
+// See Note [Adapters of a step].
+std::optional<std::set<std::string>> Scheduler::TakeTurns(Lane lane) {
+  LaneState& state = lane_of(lane);
+  const auto limit = static_cast<std::size_t>(options_.max_adapters);
+  if (state.num_live.size() <= limit) return std::nullopt;
+  std::set<std::string> jobs;  // with a sequence that could run now
+  for (const SequenceId id : state.running) {
+    const Sequence& sequence = sequences_.at(id);
+    const std::string& job = groups_.at(sequence.group_id).spec.job;
+    if (!job.empty() && !sequence.is_complete()) jobs.insert(job);
+  }
+  for (const SequenceId id : state.waiting) {
+    const Sequence& sequence = sequences_.at(id);
+    const Group& group = groups_.at(sequence.group_id);
+    if (!group.spec.job.empty() && !jobs.contains(group.spec.job) && MayStart(sequence, group)) jobs.insert(group.spec.job);
+  }
+  if (jobs.size() <= limit) return std::nullopt;
+  std::vector<std::pair<std::uint64_t, std::string>> by_turn;  // the longest ago first
+  for (const std::string& job : jobs) {
+    const auto turn = state.last_turns.find(job);
+    by_turn.emplace_back(turn == state.last_turns.end() ? 0 : turn->second, job);
+  }
+  std::sort(by_turn.begin(), by_turn.end());
+  std::erase_if(state.last_turns, [&](const auto& entry) { return !jobs.contains(entry.first); });
+  std::set<std::string> taken;
+  ++num_turns_;
+  for (std::size_t i = 0; i < limit; ++i) {
+    state.last_turns[by_turn[i].second] = num_turns_;
+    taken.insert(by_turn[i].second);
+  }
+  return taken;
+}
+
+bool Scheduler::HasTurn(const Sequence& sequence) const {
+  if (!turns_.has_value()) return true;
+  const std::string& job = groups_.at(sequence.group_id).spec.job;
+  return job.empty() || turns_->contains(job);
 }
 
 // False when a sequence of this lane was short of blocks.
@@ -50,7 +95,7 @@ bool Scheduler::ScheduleRunning(StepPlan* plan, std::uint32_t* budget) {
   bool has_room = true;
   for (std::size_t index = 0; index < running.size() && *budget > 0; ++index) {
     Sequence& sequence = sequences_.at(running[index]);
-    if (sequence.is_complete()) continue;
+    if (sequence.is_complete() || !HasTurn(sequence)) continue;
     const std::uint32_t end = sequence.num_computed + std::min(*budget, sequence.num_tokens() - sequence.num_computed);
     bool can_run = EnsureWritable(&sequence, end, plan->lane, plan);
     while (!can_run) {
@@ -89,7 +134,7 @@ void Scheduler::AdmitWaiting(StepPlan* plan, std::uint32_t* budget) {
     Group& group = groups_.at(sequence.group_id);
     if (plan->lane == Lane::kUnit && group.spec.unit_id != active_unit) return;
     ++next;  // admission erases the place
-    if (!MayStart(sequence, group)) continue;
+    if (!MayStart(sequence, group) || !HasTurn(sequence)) continue;
     bool is_admitted = TryAdmit(&sequence, &group, plan);
     while (!is_admitted && lane.running.empty() && ReleaseNewestKept(plan->lane)) is_admitted = TryAdmit(&sequence, &group, plan);
     if (!is_admitted) return;  // nobody overtakes for want of blocks
@@ -250,6 +295,11 @@ void Scheduler::End(SequenceId id) {
   }
   if (group.prefiller == id) group.prefiller.reset();
   if (group.num_waiting == 0) ReleaseKept(group_id, &group);
+  const auto num_live = lane.num_live.find(group.spec.job);
+  if (num_live != lane.num_live.end() && --num_live->second == 0) {
+    lane.last_turns.erase(num_live->first);
+    lane.num_live.erase(num_live);
+  }
   sequences_.erase(id);
   if (--group.num_live == 0) groups_.erase(group_id);
 }

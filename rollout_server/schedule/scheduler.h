@@ -6,6 +6,10 @@
 // blocks are freed at once, its tokens are kept, and it is computed again from its first token when there is room. The oldest is
 // never preempted for another sequence of its lane.
 //
+// Note [Adapters of a step]
+// When sequences of more than max_adapters jobs could run, a step takes those whose turn was longest ago; sequences of the others
+// keep their blocks and wait. A unit is of one job, so this concerns the shared lane alone.
+//
 // Note [Running ahead]
 // On a device that works beside the host, the next step of a lane is planned and handed over before the tokens of the one before
 // are known. Append counts a token as soon as it is being drawn, Resolve says later what it is: a plan needs no more than its
@@ -44,8 +48,9 @@ inline constexpr std::uint32_t kUnknownToken = 0;  // stands in the place of a t
 
 struct SchedulerOptions {
   int block_tokens = 16;
-  int max_batch_tokens = 2048;  // of one step; >= max_sequences, so that every running sequence can decode
-  int max_sequences = 256;      // running at a time, in each lane
+  int max_batch_tokens = 2048;                         // of one step; >= max_sequences, so that every running sequence can decode
+  int max_sequences = 256;                             // running at a time, in each lane
+  int max_adapters = std::numeric_limits<int>::max();  // of one step: each job has one, the empty job none
 };
 
 struct GroupSpec {
@@ -156,7 +161,9 @@ class Scheduler {
   struct LaneState {
     std::vector<SequenceId> running;  // sorted: oldest first
     std::set<SequenceId> waiting;
-    std::set<std::uint64_t> keeping;  // groups with kept_blocks
+    std::set<std::uint64_t> keeping;                  // groups with kept_blocks
+    std::map<std::string, std::size_t> num_live;      // sequences of each job that has an adapter
+    std::map<std::string, std::uint64_t> last_turns;  // of those jobs, counted; a job without one never had any
   };
 
   LaneState& lane_of(Lane lane) { return lane == Lane::kUnit ? unit_ : shared_; }
@@ -165,6 +172,9 @@ class Scheduler {
     return (num_tokens + options_.block_tokens - 1) / options_.block_tokens;
   }
   int NumFree(Lane lane) const;
+  // The jobs whose sequences the lane's next step takes; nullopt: of all.
+  std::optional<std::set<std::string>> TakeTurns(Lane lane);
+  bool HasTurn(const Sequence& sequence) const;
   bool ScheduleRunning(StepPlan* plan, std::uint32_t* budget);
   void AdmitWaiting(StepPlan* plan, std::uint32_t* budget);
   bool MayStart(const Sequence& sequence, const Group& group) const;
@@ -187,6 +197,8 @@ class Scheduler {
   LaneState unit_, shared_;
   std::set<std::string> held_jobs_;
   bool is_all_held_ = false;
+  std::optional<std::set<std::string>> turns_;  // of the step that is being planned
+  std::uint64_t num_turns_ = 0;
   SequenceId next_sequence_id_ = 0;
   std::uint64_t next_group_id_ = 0;
 };

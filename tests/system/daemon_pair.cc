@@ -98,6 +98,7 @@ void DaemonPair::Start(Half half) {
   for (std::string& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);
   const std::string log_path = absl::StrCat(options_.directory, "/", ProgramOf(half), ".log");
+  const std::string preloaded = options_.preloaded.empty() ? "" : BinDirectory() + "/" + options_.preloaded;
   const pid_t pid = ::fork();
   TANDEM_CHECK(pid >= 0, "fork failed");
   if (pid == 0) {
@@ -105,6 +106,7 @@ void DaemonPair::Start(Half half) {
     ::dup2(fd, STDERR_FILENO);
     ::dup2(fd, STDOUT_FILENO);
     ::setenv("OMP_NUM_THREADS", "1", 1);
+    if (!preloaded.empty()) ::setenv("LD_PRELOAD", preloaded.c_str(), 1);
     ::execv(argv[0], argv.data());
     ::_exit(127);
   }

@@ -20,9 +20,8 @@
 namespace tandem {
 namespace {
 
-int RunDaemon(int argc, char** argv) {
-  const DaemonConfig config =
-      Daemon::ParseFlags(argc, argv, "rollout_server", v1::ROLE_ROLLOUT, "127.0.0.1:0", "off", "127.0.0.1:1");
+absl::StatusOr<int> ServeNothing(const DaemonConfig& config) {
+  if (config.pool.model_path == "absent") return absl::NotFoundError("no such model");
   const auto metrics = Metrics::Create(config.metrics_address);
   std::atomic<bool> is_stopped = false;
   const absl::Time begin = absl::Now();
@@ -37,6 +36,12 @@ int RunDaemon(int argc, char** argv) {
         std::printf("stop\n");
         std::fflush(stdout);
       });
+}
+
+int RunDaemon(int argc, char** argv) {
+  const DaemonConfig config =
+      Daemon::ParseFlags(argc, argv, "rollout_server", v1::ROLE_ROLLOUT, "127.0.0.1:0", "off", "127.0.0.1:1");
+  return Daemon::ExitCode(config, ServeNothing(config));
 }
 
 class DaemonProcess {
@@ -129,6 +134,12 @@ TEST(Daemon, BackgroundErrorEndsItWithThree) {
   DaemonProcess daemon({"--model=fail"});
   EXPECT_NE(daemon.ReadUntil("engine gave up").find("engine gave up"), std::string::npos);
   EXPECT_EQ(daemon.ExitCode(), 3);
+}
+
+TEST(Daemon, AnErrorBeforeItServesEndsItWithTwo) {
+  DaemonProcess daemon({"--model=absent"});
+  EXPECT_NE(daemon.ReadUntil("no such model").find("could not start: NOT_FOUND: no such model"), std::string::npos);
+  EXPECT_EQ(daemon.ExitCode(), 2);
 }
 
 TEST(Daemon, BadFlagsEndItWithOneByName) {

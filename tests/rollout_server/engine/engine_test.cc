@@ -151,7 +151,7 @@ Completion Reference(const GroupRequest& group, std::uint32_t member) {
 // Whether steps are handed over before the tokens of the one before are known: nothing that a caller sees may tell.
 class EngineTest : public ::testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(InTurnAndAhead, EngineTest, ::testing::Bool(),
-                         [](const auto& info) { return info.param ? "Ahead" : "InTurn"; });
+                         [](const auto& run) { return run.param ? "Ahead" : "InTurn"; });
 
 TEST_P(EngineTest, GivesWhatModelAndSamplerGiveWithoutACache) {
   TestEngine test(GetParam());
@@ -588,6 +588,10 @@ TEST(EngineOptionsTest, RefusesOptionsThatCannotWork) {
   EXPECT_EQ(engine.status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(engine.status().message()),
               ::testing::AllOf(HasSubstr("max_batch_tokens"), HasSubstr("8"), HasSubstr("9")));
+  options.max_sequences = 8;
+  options.max_adapters = 0;
+  EXPECT_THAT(std::string(Engine::Create(options, nullptr, nullptr, nullptr, nullptr).status().message()),
+              ::testing::AllOf(HasSubstr("max_adapters"), HasSubstr("at least 1")));
 }
 
 }  // namespace

@@ -409,5 +409,56 @@ TEST(SchedulerTest, RandomOperationsNeverLoseRepeatOrCorruptAToken) {
   }
 }
 
+// Five jobs, two adapters a step: every job's sequences end with what the model gives, no step names more than two jobs, and no
+// job waits longer than it takes the others to have their turn.
+TEST(SchedulerTest, JobsTakeTurnsWhereAStepHoldsFewerAdapters) {
+  for (const int max_adapters : {1, 2}) {
+    Driver driver(40, {.block_tokens = 4, .max_adapters = max_adapters});
+    std::map<SequenceId, std::string> job_of;
+    std::map<SequenceId, std::vector<std::uint32_t>> expected;
+    for (std::uint32_t i = 0; i < 6; ++i) {
+      const std::string job = i == 5 ? "" : absl::StrCat("job", i);
+      driver.versions()[job] = i;
+      const SequenceId first = driver.Add(Prompt(6 + i, i), 2, 12, Lane::kShared, 0, job);
+      for (SequenceId id = first; id < first + 2; ++id) {
+        job_of[id] = job;
+        expected[id] = driver.Reference(Prompt(6 + i, i), 12, static_cast<float>(i));
+      }
+    }
+    driver.RunAll();
+    EXPECT_EQ(driver.completions(), expected);
+    std::map<std::string, std::size_t> last_step;
+    std::size_t longest = 0;
+    bool has_base_in_between = false;
+    for (std::size_t step = 0; step < driver.plans().size(); ++step) {
+      std::set<std::string> jobs;
+      for (const PlannedSequence& planned : driver.plans()[step].sequences) jobs.insert(job_of.at(planned.id));
+      has_base_in_between = has_base_in_between || (jobs.contains("") && jobs.size() > 1);
+      jobs.erase("");
+      EXPECT_LE(jobs.size(), static_cast<std::size_t>(max_adapters)) << step;
+      for (const std::string& job : jobs) {
+        longest = std::max(longest, step - last_step[job]);
+        last_step[job] = step;
+      }
+    }
+    EXPECT_LE(longest, max_adapters == 1 ? 5u : 3u);
+    EXPECT_GT(longest, 1u);
+    EXPECT_TRUE(has_base_in_between) << "the base model needs no adapter";
+  }
+}
+
+// The job whose turn it is has no blocks to begin with: the other one goes on.
+TEST(SchedulerTest, ATurnThatCannotBeTakenIsAnothersTurn) {
+  Driver driver(8, {.block_tokens = 4, .max_adapters = 1});
+  driver.versions()["a"] = 1;
+  driver.versions()["b"] = 2;
+  const SequenceId first = driver.Add(Prompt(20, 1), 1, 10, Lane::kShared, 0, "a");
+  const SequenceId second = driver.Add(Prompt(20, 2), 1, 10, Lane::kShared, 0, "b");
+  for (int step = 0; step < 10; ++step) EXPECT_TRUE(driver.Step(Lane::kShared)) << step;
+  EXPECT_EQ(driver.completions().at(first), driver.Reference(Prompt(20, 1), 10, 1));
+  driver.RunAll();
+  EXPECT_EQ(driver.completions().at(second), driver.Reference(Prompt(20, 2), 10, 2));
+}
+
 }  // namespace
 }  // namespace tandem
