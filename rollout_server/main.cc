@@ -118,6 +118,24 @@ absl::StatusOr<DeviceOptions> PlanDevice(const PoolMember& pool, const ModelDesc
   return options;
 }
 
+// What a job's memory plan needs to know of this daemon.
+v1::RolloutMemory DescribeMemory(const ModelConfig& config, const DeviceOptions& options) {
+  v1::RolloutMemory memory;
+  memory.set_block_tokens(static_cast<std::uint32_t>(options.model.block_tokens));
+  memory.set_kv_block_bytes(DecoderModel::BlockBytes(config, options.model.block_tokens, options.model.kv_dtype));
+  memory.set_max_sequences(static_cast<std::uint32_t>(options.model.max_sequences));
+  const auto add = [&memory](const char* owner, std::uint64_t size_bytes) {
+    v1::OwnedBytes* owned = memory.add_standing();
+    owned->set_owner(owner);
+    owned->set_bytes(size_bytes);
+    owned->set_role(v1::ROLE_ROLLOUT);
+    owned->set_in_pool(true);
+  };
+  for (const WorkspacePart& part : DecoderModel::WorkspaceParts(config, options.model)) add(part.owner, part.size_bytes);
+  if (options.model.device == Device::kCuda) add("rollout_sampler", Sampler::WorkspaceBytes(options.sampler));
+  return memory;
+}
+
 absl::StatusOr<int> Run(const DaemonConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Metrics> metrics, Metrics::Create(config.metrics_address));
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMember> pool, PoolMember::Start(config.pool));
@@ -180,6 +198,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
                             .max_sequences = static_cast<std::uint64_t>(absl::GetFlag(FLAGS_max_waiting_sequences))};
   service_options.config = description.config;
   service_options.device = manifest.device_uuid();
+  service_options.memory = DescribeMemory(description.config, device_options);
   service_options.trainer_region = pool->region(v1::REGION_KIND_TRAINER_STANDING);
   service_options.trainer_region_begin_bytes = pool->offset_of(service_options.trainer_region.data());
   service_options.pool_device = pool->device();

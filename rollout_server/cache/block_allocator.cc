@@ -27,9 +27,14 @@ std::optional<std::int32_t> BlockAllocator::Allocate(Lane lane) {
   }
   Block& block = blocks_[index];
   block.ref_count = 1;
-  block.lane = lane;
-  ++used(lane);
+  Use(lane, &block);
   return index;
+}
+
+void BlockAllocator::Use(Lane lane, Block* block) {
+  block->lane = lane;
+  ++used(lane);
+  peak_used_ = std::max(peak_used_, num_used_unit_ + num_used_shared_);
 }
 
 void BlockAllocator::Retain(std::int32_t index) {
@@ -62,8 +67,7 @@ std::optional<std::int32_t> BlockAllocator::Find(const std::string& key, Lane la
   Block& block = blocks_[found->second];
   if (block.ref_count++ == 0) {
     lru_.erase(block.lru_place);
-    block.lane = lane;
-    ++used(lane);
+    Use(lane, &block);
   }
   return found->second;
 }

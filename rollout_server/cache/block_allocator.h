@@ -36,6 +36,9 @@ class BlockAllocator {
   int num_blocks() const { return static_cast<int>(blocks_.size()); }
   int num_used(Lane lane) const { return lane == Lane::kUnit ? num_used_unit_ : num_used_shared_; }
   int num_free() const { return num_blocks() - num_used_unit_ - num_used_shared_; }  // including unreferenced published ones
+  // The most blocks used at a time since the last ResetPeak.
+  int peak_used() const { return peak_used_; }
+  void ResetPeak() { peak_used_ = num_used_unit_ + num_used_shared_; }
 
  private:
   struct Block {
@@ -45,6 +48,7 @@ class BlockAllocator {
     std::list<std::int32_t>::iterator lru_place;  // valid while published and unreferenced
   };
   int& used(Lane lane) { return lane == Lane::kUnit ? num_used_unit_ : num_used_shared_; }
+  void Use(Lane lane, Block* block);
 
   std::vector<Block> blocks_;
   std::vector<std::int32_t> free_;  // last out first
@@ -52,6 +56,7 @@ class BlockAllocator {
   std::unordered_map<std::string, std::int32_t> published_;
   int num_used_unit_ = 0;
   int num_used_shared_ = 0;
+  int peak_used_ = 0;
 };
 
 }  // namespace tandem

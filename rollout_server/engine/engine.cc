@@ -147,6 +147,7 @@ absl::Status Engine::ReturnElastic(std::uint64_t lease_epoch) {
     if (!reply->Claim()) return;
     lease_epoch_ = lease_epoch;
     is_paused_ = false;
+    allocator_.ResetPeak();
     reply->Set(absl::OkStatus());
   });
 }
@@ -580,7 +581,8 @@ void Engine::PublishStatus() {
                                .running_sequences = scheduler_.num_running(),
                                .waiting_sequences = scheduler_.num_waiting(),
                                .kv_blocks_total = allocator_.num_blocks(),
-                               .kv_blocks_used = allocator_.num_blocks() - allocator_.num_free()};
+                               .kv_blocks_used = allocator_.num_blocks() - allocator_.num_free(),
+                               .kv_blocks_peak = allocator_.peak_used()};
   metrics_.SetLoad({.running = status.running_sequences,
                     .waiting = status.waiting_sequences,
                     .kv_blocks_used = status.kv_blocks_used,

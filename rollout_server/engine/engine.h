@@ -64,6 +64,7 @@ struct EngineStatus {
   int waiting_sequences = 0;
   int kv_blocks_total = 0;
   int kv_blocks_used = 0;
+  int kv_blocks_peak = 0;  // since the elastic memory last came back
   std::size_t queued_commands = 0;
 };
 

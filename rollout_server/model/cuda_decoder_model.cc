@@ -624,8 +624,16 @@ absl::Status CheckOptions(const ModelConfig& config, const WeightLayout& layout,
 
 }  // namespace
 
-std::uint64_t CudaDecoderWorkspaceBytes(const ModelConfig& config, const DecoderModelOptions& options) {
-  return WorkspacePlaces(config, options).total_bytes;
+std::vector<WorkspacePart> CudaDecoderWorkspaceParts(const ModelConfig& config, const DecoderModelOptions& options) {
+  const WorkspacePlaces places(config, options);
+  return {{"rollout_kv_scales", places.hidden - places.kv_scales},
+          {"rollout_activations", places.logits - places.hidden},
+          {"rollout_logits", places.cosines - places.logits},
+          {"rollout_step_arrays", places.attention_partials - places.cosines},
+          {"rollout_attention", places.gemm - places.attention_partials},
+          {"rollout_gemm_workspace", places.dense - places.gemm},
+          {"rollout_dense_weight", places.adapters - places.dense},
+          {"rollout_adapters", places.total_bytes - places.adapters}};
 }
 
 absl::StatusOr<std::unique_ptr<DecoderModel>> CreateCudaDecoderModel(const ModelConfig& config, const WeightLayout& layout,

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "rollout_server/model/decoder_model.h"
 
@@ -14,7 +15,7 @@ absl::StatusOr<std::unique_ptr<DecoderModel>> CreateCpuDecoderModel(const ModelC
 absl::StatusOr<std::unique_ptr<DecoderModel>> CreateCudaDecoderModel(const ModelConfig& config, const WeightLayout& layout,
                                                                      const std::byte* weights, std::span<std::byte> kv_cache,
                                                                      const DecoderModelOptions& options);
-std::uint64_t CudaDecoderWorkspaceBytes(const ModelConfig& config, const DecoderModelOptions& options);
+std::vector<WorkspacePart> CudaDecoderWorkspaceParts(const ModelConfig& config, const DecoderModelOptions& options);
 
 // The id of a row, on the CPU.
 inline std::uint32_t TokenOf(const StepBatch& batch, std::size_t row) {

@@ -96,7 +96,14 @@ std::uint64_t DecoderModel::BlockBytes(const ModelConfig& config, int block_toke
 }
 
 std::uint64_t DecoderModel::WorkspaceBytes(const ModelConfig& config, const DecoderModelOptions& options) {
-  return options.device == Device::kCuda ? CudaDecoderWorkspaceBytes(config, options) : 0;
+  std::uint64_t bytes = 0;
+  for (const WorkspacePart& part : WorkspaceParts(config, options)) bytes += part.size_bytes;
+  return bytes;
+}
+
+std::vector<WorkspacePart> DecoderModel::WorkspaceParts(const ModelConfig& config, const DecoderModelOptions& options) {
+  if (options.device == Device::kCpu) return {};
+  return CudaDecoderWorkspaceParts(config, options);
 }
 
 absl::StatusOr<std::unique_ptr<DecoderModel>> DecoderModel::Create(const ModelConfig& config, const WeightLayout& layout,

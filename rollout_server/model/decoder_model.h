@@ -64,6 +64,12 @@ struct DecoderModelOptions {
   std::function<void(StepPart part, void* stream)> on_part = {};
 };
 
+// What the workspace is for, part by part: its owners in ledgers and plans.
+struct WorkspacePart {
+  const char* owner = "";
+  std::uint64_t size_bytes = 0;
+};
+
 // A step's logits where they were made. On the GPU they are there when the stream has come so far.
 struct Logits {
   const float* data = nullptr;  // [num_rows, vocab_size] fp32
@@ -81,6 +87,8 @@ class DecoderModel {
   static std::uint64_t BlockBytes(const ModelConfig& config, int block_tokens, DType kv_dtype);
   // 0 on the CPU.
   static std::uint64_t WorkspaceBytes(const ModelConfig& config, const DecoderModelOptions& options);
+  // They add up to WorkspaceBytes.
+  static std::vector<WorkspacePart> WorkspaceParts(const ModelConfig& config, const DecoderModelOptions& options);
   // `weights` as `layout` says and `kv_cache` (>= num_blocks x BlockBytes) lie in the pool, on
   // `options.device`, and outlive the model. Errors: INVALID_ARGUMENT (model, sizes, types), UNIMPLEMENTED (no device code).
   static absl::StatusOr<std::unique_ptr<DecoderModel>> Create(const ModelConfig& config, const WeightLayout& layout,

@@ -8,6 +8,6 @@ absl::StatusOr<std::unique_ptr<DecoderModel>> CreateCudaDecoderModel(const Model
   return BuiltWithoutCuda("decoder model");
 }
 
-std::uint64_t CudaDecoderWorkspaceBytes(const ModelConfig&, const DecoderModelOptions&) { return 0; }
+std::vector<WorkspacePart> CudaDecoderWorkspaceParts(const ModelConfig&, const DecoderModelOptions&) { return {}; }
 
 }  // namespace tandem

@@ -115,6 +115,8 @@ grpc::Status RolloutService::GetStatus(grpc::ServerContext* /*context*/, const v
   response->set_kv_blocks_used(status.kv_blocks_used);
   for (v1::OwnedBytes& owned : report.ledger) *response->add_ledger() = std::move(owned);
   response->set_lease_epoch(report.lease_epoch);
+  *response->mutable_memory() = options_.memory;
+  response->set_kv_blocks_peak(status.kv_blocks_peak);
   return grpc::Status::OK;
 }
 

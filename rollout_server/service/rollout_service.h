@@ -26,6 +26,7 @@ struct RolloutServiceOptions {
   RequestLimits limits;
   ModelConfig config;
   std::string device;
+  v1::RolloutMemory memory;                      // as GetStatus tells it
   std::span<const std::byte> trainer_region;     // adapter slots lie here
   std::uint64_t trainer_region_begin_bytes = 0;  // its offset in the pool
   int max_adapter_rank = 1024;

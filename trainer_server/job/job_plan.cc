@@ -437,6 +437,7 @@ absl::Status MeasureMemory(const JobSurroundings& surroundings, JobPlan* plan) {
   needs.rank = plan->policy.rank;
   needs.adapter_bytes = plan->layout.total_bytes;
   needs.has_start_adapter = !spec.adapter().start_config_content().empty();
+  needs.has_dropout = plan->policy.dropout > 0;
   needs.prompts_per_step = spec.rollout().prompts_per_step();
   needs.group_size = spec.rollout().group_size();
   needs.shortest_prompt_tokens = plan->prompts->shortest;

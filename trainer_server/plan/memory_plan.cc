@@ -96,8 +96,13 @@ class Arithmetic {
     return std::min(static_cast<std::uint64_t>(MicroBatchLimit(Signed(job_.micro_batch_tokens), Signed(context))), whole_step);
   }
   PolicyMemory Policy(std::uint64_t rows) const {
-    return PlanPolicyMemory(model_, node_.weight_format, job_.rank, Signed(rows),
-                            Signed(std::max<std::uint64_t>(Less(rows, job_.shortest_prompt_tokens), 1)));
+    const std::int64_t head_rows = Signed(std::max<std::uint64_t>(Less(rows, job_.shortest_prompt_tokens), 1));
+    const std::uint64_t segments = std::min(rows, job_.prompts_per_step * (1 + job_.group_size));
+    PolicyMemory policy = node_.device == Device::kCpu
+                              ? PlanCpuPolicyMemory(model_, job_.rank, Signed(rows), head_rows, Signed(segments))
+                              : PlanPolicyMemory(model_, node_.weight_format, job_.rank, Signed(rows), head_rows);
+    if (job_.has_dropout) policy.working_bytes += DropoutBytes(model_, node_.weight_format, Signed(rows));
+    return policy;
   }
   // Layers whose inputs stay in the elastic region: all that find room. Those of the others go to the host.
   std::uint64_t LayersInPool(const PolicyMemory& policy) const {

@@ -1,5 +1,5 @@
 // A job's memory by owner in both phases, before a byte of it is taken, and the longest context that a node holds. Formulas:
-// docs/operations.md, "Memory arithmetic". Pure functions over sizes; thread-safe.
+// docs/memory.md. Pure functions over sizes; thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -42,6 +42,7 @@ struct JobMemory {
   int rank = 0;
   std::uint64_t adapter_bytes = 0;  // AdapterLayout::total_bytes
   bool has_start_adapter = false;
+  bool has_dropout = false;
   std::uint64_t prompts_per_step = 1;
   std::uint64_t group_size = 1;
   std::uint64_t shortest_prompt_tokens = 1;

@@ -11,6 +11,13 @@ constexpr std::int64_t kHeadColumns = 16384;
 constexpr std::int64_t kHeadStateBytes = 64;  // at least a TokenLogprobState
 constexpr std::int64_t kIndexArrays = 16;     // of 4 bytes a row: tokens, positions, head rows, ranges of attention
 
+// The CPU's: columns of packed keys, tiles of LinearHead's defaults, and what each of a pass's buffers is rounded up to.
+constexpr std::int64_t kColumnAlignment = 16;
+constexpr std::int64_t kCpuHeadRows = 256;
+constexpr std::int64_t kCpuHeadColumns = 2048;
+constexpr std::int64_t kCpuBuffers = 24;
+constexpr std::int64_t kArenaAlignmentBytes = 256;
+
 std::uint64_t Unsigned(std::int64_t bytes) { return static_cast<std::uint64_t>(bytes); }
 
 }  // namespace
@@ -61,6 +68,39 @@ PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, i
   memory.working_bytes = Unsigned(standing + std::max({forward, head, head_gradient, mlp_backward, attention_backward}));
   memory.layer_input_bytes = Unsigned(element * d * rows);
   return memory;
+}
+
+PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, int rank, std::int64_t rows, std::int64_t head_rows,
+                                 std::int64_t num_segments) {
+  const std::int64_t d = config.hidden_size, f = config.intermediate_size, q = config.q_size(), kv = config.kv_size();
+  const std::int64_t qkv = q + 2 * kv;
+  const std::int64_t columns = kv * (rows + (kColumnAlignment - 1) * num_segments);  // of keys, and of values
+  const std::int64_t tile_rows = std::min(rows, kCpuTileRows);
+  const std::int64_t head_tile_rows = std::min(head_rows, kCpuHeadRows);
+  const std::int64_t head_tile = head_tile_rows * (std::min<std::int64_t>(config.vocab_size, kCpuHeadColumns) + d);
+
+  const std::int64_t forward_rows = rows * (qkv + q + config.num_heads);
+  const std::int64_t unnormed = config.has_qk_norm ? rows * (q + kv) : 0;
+  const std::int64_t forward = columns + rows * d + forward_rows + tile_rows * (d + 3 * f + rank);
+  const std::int64_t head = columns + rows * d + 2 * head_rows * d + head_tile;
+  const std::int64_t head_gradient = columns + 2 * rows * d + head_rows * d;
+  const std::int64_t backward = 2 * columns + rows * d + forward_rows + unnormed;
+  const std::int64_t mlp_backward = backward + tile_rows * (3 * d + 4 * f + 2 * rank);
+  const std::int64_t output_backward = backward + rows * (qkv + q) + tile_rows * (2 * d + 2 * rank);
+  const std::int64_t qkv_backward = backward + rows * qkv + tile_rows * (3 * d + 2 * rank);
+
+  PolicyMemory memory;
+  memory.working_bytes =
+      Unsigned(kSumBytes * std::max({forward, head, head_gradient, mlp_backward, output_backward, qkv_backward}) +
+               kCpuBuffers * kArenaAlignmentBytes);
+  memory.layer_input_bytes = Unsigned(kSumBytes * d * rows);
+  return memory;
+}
+
+std::uint64_t DropoutBytes(const ModelConfig& config, StorageFormat format, std::int64_t rows) {
+  const std::int64_t element = format == StorageFormat::kFp32 ? kSumBytes : 2;
+  const std::int64_t widest = std::max({config.hidden_size, config.q_size(), config.intermediate_size});
+  return Unsigned(element * widest * std::min(rows, std::max(kCpuTileRows, kCudaTileRows)));
 }
 
 }  // namespace tandem

@@ -37,4 +37,11 @@ struct PolicyMemory {
 PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, int rank, std::int64_t rows,
                               std::int64_t head_rows);
 
+// The same of the CPU's backend, in fp32, whose layer inputs stay in the arena, with `num_segments` prompts and completions in
+// the micro-batch: their keys and values are packed in columns, each from a multiple of 16 on.
+PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, int rank, std::int64_t rows, std::int64_t head_rows,
+                                 std::int64_t num_segments);
+// What dropout takes beside that, on either device: a tile of the widest input.
+std::uint64_t DropoutBytes(const ModelConfig& config, StorageFormat format, std::int64_t rows);
+
 }  // namespace tandem

@@ -94,6 +94,19 @@ TEST(BlockAllocatorTest, RandomOperationsAgreeWithASimpleModel) {
   }
 }
 
+TEST(BlockAllocatorTest, PeakIsTheMostInUseAtATimeSinceItWasReset) {
+  BlockAllocator allocator(8);
+  std::vector<std::int32_t> held;
+  for (int i = 0; i < 5; ++i) held.push_back(*allocator.Allocate(i < 2 ? Lane::kUnit : Lane::kShared));
+  allocator.Publish(held[0], "key");
+  for (const std::int32_t block : held) allocator.Release(block);
+  EXPECT_EQ(allocator.peak_used(), 5);
+  allocator.ResetPeak();
+  EXPECT_EQ(allocator.peak_used(), 0);
+  ASSERT_TRUE(allocator.Find("key", Lane::kShared).has_value());
+  EXPECT_EQ(allocator.peak_used(), 1) << "a block that is found is in use again";
+}
+
 // CASES C43
 TEST(CacheKeyTest, EveryPartOfTheNamespaceSeparates) {
   const CacheNamespace base = {

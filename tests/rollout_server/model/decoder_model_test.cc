@@ -110,6 +110,20 @@ void ExpectClose(const std::vector<Row>& rows, const std::vector<std::vector<dou
 
 constexpr double kTolerance = 2e-4;  // logits reach 10; 2 layers of fp32 sums against double
 
+TEST(DecoderModel, PartsOfTheWorkspaceAddUpToIt) {
+  const ModelConfig config = testing::TinyConfig();
+  EXPECT_TRUE(DecoderModel::WorkspaceParts(config, {.device = Device::kCpu}).empty());
+  EXPECT_EQ(DecoderModel::WorkspaceBytes(config, {.device = Device::kCpu}), 0u);
+  // Sizes are arithmetic: no GPU is needed, but a build with its code.
+  const DecoderModelOptions options{.device = Device::kCuda, .weight_format = StorageFormat::kNf4, .kv_dtype = DType::kFp8E4m3};
+  std::uint64_t bytes = 0;
+  for (const WorkspacePart& part : DecoderModel::WorkspaceParts(config, options)) {
+    EXPECT_LT(part.size_bytes, std::uint64_t{1} << 32) << part.owner;
+    bytes += part.size_bytes;
+  }
+  EXPECT_EQ(bytes, DecoderModel::WorkspaceBytes(config, options));
+}
+
 TEST(DecoderModel, PrefillEqualsTheNaiveTransformer) {
   for (const ModelConfig& config : testing::FamilyConfigs()) {
     SCOPED_TRACE(config.family);

@@ -319,7 +319,7 @@ TEST_F(RolloutServiceTest, ActivatesAndRetiresAdapters) {
 }
 
 TEST_F(RolloutServiceTest, StatusTellsLoadAndLedger) {
-  Start();
+  Start([](RolloutServiceOptions* options) { options->memory.set_kv_block_bytes(4096); });
   grpc::ClientContext context;
   v1::RolloutStatus status;
   ASSERT_TRUE(stub_->GetStatus(&context, v1::RolloutStatusRequest(), &status).ok());
@@ -328,6 +328,8 @@ TEST_F(RolloutServiceTest, StatusTellsLoadAndLedger) {
   EXPECT_EQ(status.lease_epoch(), 5u);
   ASSERT_EQ(status.ledger_size(), 1);
   EXPECT_EQ(status.ledger(0).owner(), "weights");
+  EXPECT_EQ(status.memory().kv_block_bytes(), 4096u);
+  EXPECT_EQ(status.kv_blocks_peak(), 0u);
   EXPECT_FALSE(status.is_paused());
 }
 
