@@ -25,9 +25,15 @@ absl::Status Guarded(const char* what, Call&& call) {
 }
 
 absl::Status CheckDeviceShape(const PagedAttentionShape& shape) {
-  if (shape.dtype == DType::kBf16 && (shape.head_dim == 64 || shape.head_dim == 128)) return absl::OkStatus();
+  const bool has_kernel = shape.head_dim == 64 || shape.head_dim == 128 || shape.head_dim == 256;
+  if (shape.dtype == DType::kBf16 && has_kernel) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("paged attention on the device: ", shape.dtype == DType::kBf16 ? "bf16" : "fp32",
-                                                 " heads of ", shape.head_dim, "; bf16 of 64 and 128 is supported"));
+                                                 " heads of ", shape.head_dim, "; bf16 of 64, 128 and 256 is supported"));
+}
+
+template <typename Launch>
+Launch* ForHeadDim(int head_dim, Launch* of_64, Launch* of_128, Launch* of_256) {
+  return head_dim == 64 ? of_64 : head_dim == 128 ? of_128 : of_256;
 }
 
 template <typename Params>
@@ -108,11 +114,12 @@ absl::Status PagedAttentionCuda(const PagedAttentionParams& params, const PagedA
       auto prefill = PrefillParams<Fp8PagedPrefillParams>(params, info, scratch.indices.data());
       prefill.key_scales = params.key_scales;
       prefill.value_scales = params.value_scales;
-      return LaunchPagedPrefillFp8(prefill, params.shape.head_dim, info.cta_tile_q, partial_output, partial_lse,
-                                   static_cast<cudaStream_t>(stream));
+      const auto launch =
+          ForHeadDim(params.shape.head_dim, LaunchFp8PagedPrefill64, LaunchFp8PagedPrefill128, LaunchFp8PagedPrefill256);
+      return launch(prefill, info.cta_tile_q, partial_output, partial_lse, static_cast<cudaStream_t>(stream));
     }
     const auto prefill = PrefillParams<PagedPrefillParams>(params, info, scratch.indices.data());
-    const auto launch = params.shape.head_dim == 64 ? LaunchPagedPrefill64 : LaunchPagedPrefill128;
+    const auto launch = ForHeadDim(params.shape.head_dim, LaunchPagedPrefill64, LaunchPagedPrefill128, LaunchPagedPrefill256);
     return launch(prefill, info.cta_tile_q, partial_output, partial_lse, static_cast<cudaStream_t>(stream));
   });
 }

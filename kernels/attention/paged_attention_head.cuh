@@ -29,6 +29,33 @@ struct Fp8PagedPrefillParams : Fp8PrefillBase {
 using PlainHeads = flashinfer::DefaultAttention</*use_custom_mask=*/false, /*use_sliding_window=*/false,
                                                 /*use_logits_soft_cap=*/false, /*use_alibi=*/false>;
 
+// Keys and values in E4M3: a score is multiplied with its KV head's key scale, an output with its value scale, so sums are those
+// of the codes.
+struct ScaledHeads
+    : flashinfer::DefaultAttention</*use_custom_mask=*/false, /*use_sliding_window=*/false, /*use_logits_soft_cap=*/false,
+                                   /*use_alibi=*/false> {
+  using Base = flashinfer::DefaultAttention<false, false, false, false>;
+  template <typename Params>
+  __device__ __host__ ScaledHeads(const Params& params, std::uint32_t batch_idx, std::uint8_t* smem)
+      : Base(params, batch_idx, smem) {}
+
+  template <typename Params, typename T>
+  __device__ __forceinline__ T LogitsTransform(const Params& params, T logits, std::uint32_t, std::uint32_t, std::uint32_t,
+                                               std::uint32_t, std::uint32_t kv_head_idx) {
+    return logits * __ldg(params.key_scales + kv_head_idx);
+  }
+
+  template <typename Params, typename T, typename M>
+  __device__ __forceinline__ T OutputTransform(const Params& params, T output, std::uint32_t, std::uint32_t,
+                                               std::uint32_t qo_head_idx, M& m, float& d, float) {
+    std::uint32_t kv_head_idx, rest;
+    params.group_size.divmod(qo_head_idx, kv_head_idx, rest);
+    const float inverse = m != -flashinfer::math::inf ? flashinfer::math::ptx_rcp(d) : 0.f;
+    return output * (inverse * __ldg(params.value_scales + kv_head_idx));
+  }
+};
+
+// Tiles of 128 query rows do not fit beside heads of 256; FlashInfer's plan has none then.
 template <std::uint32_t kHeadDim, typename Variant = PlainHeads, typename Params>
 cudaError_t LaunchPagedPrefill(const Params& params, std::int64_t tile, __nv_bfloat16* partial_output, float* partial_lse,
                                cudaStream_t stream) {
@@ -44,17 +71,25 @@ cudaError_t LaunchPagedPrefill(const Params& params, std::int64_t tile, __nv_bfl
     case 64:
       return launch.template operator()<64>();
     case 128:
-      return launch.template operator()<128>();
+      if constexpr (kHeadDim < 256) return launch.template operator()<128>();
+      return cudaErrorInvalidValue;
     default:
       return cudaErrorInvalidValue;
   }
 }
 
+// One of each head size, by the file that compiles it.
 cudaError_t LaunchPagedPrefill64(const PagedPrefillParams& params, std::int64_t tile, __nv_bfloat16* partial_output,
                                  float* partial_lse, cudaStream_t stream);
-cudaError_t LaunchPagedPrefillFp8(const Fp8PagedPrefillParams& params, int head_dim, std::int64_t tile,
-                                  __nv_bfloat16* partial_output, float* partial_lse, cudaStream_t stream);
 cudaError_t LaunchPagedPrefill128(const PagedPrefillParams& params, std::int64_t tile, __nv_bfloat16* partial_output,
                                   float* partial_lse, cudaStream_t stream);
+cudaError_t LaunchPagedPrefill256(const PagedPrefillParams& params, std::int64_t tile, __nv_bfloat16* partial_output,
+                                  float* partial_lse, cudaStream_t stream);
+cudaError_t LaunchFp8PagedPrefill64(const Fp8PagedPrefillParams& params, std::int64_t tile, __nv_bfloat16* partial_output,
+                                    float* partial_lse, cudaStream_t stream);
+cudaError_t LaunchFp8PagedPrefill128(const Fp8PagedPrefillParams& params, std::int64_t tile, __nv_bfloat16* partial_output,
+                                     float* partial_lse, cudaStream_t stream);
+cudaError_t LaunchFp8PagedPrefill256(const Fp8PagedPrefillParams& params, std::int64_t tile, __nv_bfloat16* partial_output,
+                                     float* partial_lse, cudaStream_t stream);
 
 }  // namespace tandem::internal

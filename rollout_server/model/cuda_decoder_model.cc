@@ -604,7 +604,9 @@ absl::Status CheckOptions(const ModelConfig& config, const WeightLayout& layout,
                  StorageFormatName(options.weight_format), "; bf16, fp8 and nf4 are supported");
   }
   if (options.kv_dtype == DType::kFp32) return fault("the KV cache is bf16 or fp8");
-  if (config.head_dim != 64 && config.head_dim != 128) return fault("head_dim ", config.head_dim, "; 64 and 128 are supported");
+  if (config.head_dim != 64 && config.head_dim != 128 && config.head_dim != 256) {
+    return fault("head_dim ", config.head_dim, "; 64, 128 and 256 are supported");
+  }
   if (options.max_batch_tokens < 1 || options.max_sequences < 1 || options.max_logit_rows < 1 || options.max_adapters < 0 ||
       options.max_adapter_rank < 0) {
     return fault("max_batch_tokens ", options.max_batch_tokens, ", max_sequences ", options.max_sequences, ", max_logit_rows ",

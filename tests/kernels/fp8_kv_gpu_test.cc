@@ -90,7 +90,7 @@ TEST_F(Fp8KvGpuTest, AttentionEqualsTheReference) {
   const std::vector<Lengths> decode = {{1, 700}, {1, 1}, {1, 33}, {1, 4000}, {1, 16}};
   constexpr int kPageTokens = 16;
   for (const auto& [heads, kv_heads, head_dim] :
-       {std::tuple(4, 4, 64), {9, 3, 64}, {32, 8, 128}, {16, 2, 128}, {8, 2, 64}, {40, 8, 128}}) {
+       {std::tuple(4, 4, 64), {9, 3, 64}, {32, 8, 128}, {16, 2, 128}, {8, 2, 64}, {40, 8, 128}, {8, 1, 256}, {9, 3, 256}}) {
     for (const std::int64_t padded : {0, 8}) {
       const std::vector<Lengths>& sequences = padded > 0 ? decode : ragged;
       const std::string what =

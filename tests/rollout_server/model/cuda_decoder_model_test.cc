@@ -223,7 +223,7 @@ class CudaDecoderModelTest : public ::testing::Test {
 };
 
 TEST_F(CudaDecoderModelTest, PrefillMixedAndDecodeStepsAgreeWithTheCpu) {
-  for (const int head_dim : {64, 128}) {
+  for (const int head_dim : {64, 128, 256}) {
     for (const int family : {0, 1, 2}) {
       ModelConfig config = GpuConfig(head_dim);
       config.has_qkv_bias = family == 1;
@@ -287,7 +287,8 @@ TEST_F(CudaDecoderModelTest, WeightsInCodesAgreeWithTheCpuOnTheirValues) {
 
 // Without norms of queries and keys the random model's scores are large, and so is what the codes' rounding does to them.
 TEST_F(CudaDecoderModelTest, AnFp8CacheFollowsTheOneInBf16) {
-  for (const auto& [head_dim, has_norm] : {std::pair(64, false), {64, true}, {128, false}, {128, true}}) {
+  for (const auto& [head_dim, has_norm] :
+       {std::pair(64, false), {64, true}, {128, false}, {128, true}, {256, false}, {256, true}}) {
     ModelConfig config = GpuConfig(head_dim);
     config.has_qkv_bias = config.has_qk_norm = has_norm;
     const Weights weights(config);
