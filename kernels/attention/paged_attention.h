@@ -1,6 +1,6 @@
 // Causal attention of a ragged batch of queries over a paged KV cache: prefill, chunks of it and decode alike. On the device
-// FlashInfer's prefill template (bf16, head sizes 64, 128 and 256, any group of query heads over a KV head); the reference takes fp32
-// and bf16 and any size.
+// FlashInfer's prefill template (bf16, head sizes 64, 128 and 256, any group of query heads over a KV head); the reference takes
+// fp32 and bf16 and any size.
 //
 // Example, pages of 16 tokens: sequence 0 prefills its last 3 of 20 tokens, sequence 1 decodes its 5th token: query_indptr [0 3
 // 4], page_indptr [0 2 3], page_indices [7 4 9], last_page_tokens [4 5]. The last of a sequence's queries sees all its keys, the
