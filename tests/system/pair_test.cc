@@ -10,6 +10,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_split.h"
+#include "common/base/hash.h"
 #include "common/base/units.h"
 #include "common/rpc/channel.h"
 #include "nlohmann/json.hpp"
@@ -283,6 +284,89 @@ TEST(PairTest, SecondTransportRunsTheJobAndItsSurvivorEndsWithAClearError) {
   EXPECT_THAT(pair->log(survivor), HasSubstr("the pool's memory died with"));
   for (const Half half : {maker, survivor}) pair->Start(half);
   for (const Half half : {maker, survivor}) EXPECT_TRUE(pair->WaitReady(half, absl::Seconds(60))) << pair->log(half);
+}
+
+std::string JobOf(std::uint64_t max_tokens, int rank) {
+  return absl::StrCat(R"(name: "tiny" seed: 1 num_steps: 3
+    rollout { prompts_per_step: 4 group_size: 8 sampling { temperature: 1 max_tokens: )",
+                      max_tokens, R"( } }
+    rewards { name: "ended" weight: 1 ended_by_itself {} } loss { preset: LOSS_PRESET_DR_GRPO }
+    optimizer { learning_rate: 2e-2 } adapter { rank: )",
+                      rank, " alpha: 8 }");
+}
+
+// Of a job whose rows are content already.
+v1::PlanResponse PlanOf(DaemonPair* pair, const std::string& job_text, const std::string& rows) {
+  v1::PlanRequest request;
+  request.set_job_text(absl::StrCat(job_text, " data { content: \"", Sha256Hex(rows), "\" }"));
+  v1::PlanResponse response;
+  auto context = ContextFor(absl::Seconds(10));
+  const grpc::Status status = pair->Trainer()->Plan(context.get(), request, &response);
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  return response;
+}
+
+void ExpectRuns(DaemonPair* pair, const std::string& job_text, const std::string& rows) {
+  const auto job = pair->Submit(job_text, rows);
+  ASSERT_TRUE(job.ok()) << job.status();
+  const auto end = pair->WaitForEnd(*job, absl::Seconds(120));
+  ASSERT_TRUE(end.ok()) << end.status() << pair->log(Half::kTrainer) << pair->log(Half::kRollout);
+  EXPECT_EQ(end->state(), v1::JOB_STATE_SUCCEEDED) << end->error();
+}
+
+// The plan knows the pool by owner, and the pool that it asks for runs the job.
+TEST(PairTest, JobRunsInThePoolThatItsPlanAsksFor) {
+  const std::string rows = TinyRows(16);
+  v1::MemoryPlan plan;
+  {
+    auto pair = StartPair("planned");
+    ExpectRuns(pair.get(), JobOf(12, 4), rows);
+    plan = PlanOf(pair.get(), JobOf(12, 4), rows).memory();
+    EXPECT_EQ(plan.live_sequences(), 32u);
+    std::uint64_t generation = 0, training = 0, pool_bytes = 0;
+    for (const v1::PlannedBytes& owned : plan.owners()) {
+      if (owned.place() != v1::MEMORY_PLACE_POOL) continue;
+      generation += owned.generation_bytes();
+      training += owned.training_bytes();
+    }
+    v1::TrainerStatus status;
+    auto context = ContextFor(absl::Seconds(5));
+    ASSERT_TRUE(pair->Trainer()->GetStatus(context.get(), {}, &status).ok());
+    for (const auto& entry : status.ledger()) pool_bytes += entry.in_pool() ? entry.bytes() : 0;
+    EXPECT_EQ(plan.pool_bytes(), pool_bytes);
+    EXPECT_EQ(generation, pool_bytes);
+    EXPECT_EQ(training, pool_bytes);
+  }
+  auto pair = StartPair("asked", {absl::StrCat("--pool_bytes=", plan.asked_pool_bytes() / kMiB, "MiB"),
+                                  absl::StrCat("--rollout_standing_bytes=", plan.asked_rollout_standing_bytes() / kMiB, "MiB"),
+                                  absl::StrCat("--trainer_standing_bytes=", plan.asked_trainer_standing_bytes() / kMiB, "MiB")});
+  ExpectRuns(pair.get(), JobOf(12, 4), rows);
+  EXPECT_LE(PlanOf(pair.get(), JobOf(12, 4), rows).memory().pool_bytes(), plan.asked_pool_bytes());
+  const auto refused = pair->Submit(JobOf(12, 1024), rows);
+  EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status();
+  EXPECT_THAT(std::string(refused.status().message()), HasSubstr("adapter.rank: 1024; must be small enough"));
+}
+
+// CASES C39: in a pool of few MiB, the longest context that fits runs and one of a tenth more is refused, naming it; the pair
+// serves on.
+TEST(PairTest, LargestContextThatFitsRunsAndATenthMoreIsRefused) {
+  if (TestDevice() == Device::kCuda) GTEST_SKIP() << "a GPU's standing memory alone is larger than this pool";
+  const std::string rows = TinyRows(16);
+  auto pair = StartPair(
+      "tight", {"--pool_bytes=18MiB", "--chunk_bytes=2MiB", "--rollout_standing_bytes=2MiB", "--trainer_standing_bytes=8MiB"});
+  ExpectRuns(pair.get(), JobOf(4, 4), rows);
+  const v1::PlanResponse planned = PlanOf(pair.get(), JobOf(1000, 4), rows);
+  const std::uint64_t largest = planned.memory().largest_context_tokens();
+  const std::uint64_t prompt = planned.memory().context_tokens() - 1000;
+  EXPECT_EQ(planned.faults_size(), 1);
+  ASSERT_GT(largest, prompt);
+  EXPECT_EQ(planned.memory().walls(0).name(), "activations");
+  ExpectRuns(pair.get(), JobOf(largest - prompt, 4), rows);
+  const auto refused = pair->Submit(JobOf((largest + largest / 10) - prompt + 1, 4), rows);
+  EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status();
+  EXPECT_THAT(std::string(refused.status().message()),
+              HasSubstr(absl::StrCat("the largest context that fits is ", largest, " tokens")));
+  ExpectRuns(pair.get(), JobOf(4, 4), rows);
 }
 
 // CASES C46: a daemon refuses a broken model by name and ends with its own exit code.

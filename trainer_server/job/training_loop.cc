@@ -310,6 +310,7 @@ absl::Status TrainingLoop::RunStep() {
   for (std::size_t g = 0; g < prompts.size(); ++g) seeds.push_back(DeriveSeed(DeriveSeed(plan_.spec.seed(), step), g));
   TANDEM_ASSIGN_OR_RETURN(std::vector<RolloutGroup> rollouts, DrawGroups(prompts, rollout.group_size(), std::move(seeds)));
   const double rollout_seconds = SecondsSince(rollout_begin);
+  ObserveGeneration();
 
   const absl::Time train_begin = absl::Now();
   std::vector<ScoredGroup> groups;
@@ -505,20 +506,24 @@ void TrainingLoop::Export(const HistoryEvent& event, const StepReport* report) {
   }
 }
 
+void TrainingLoop::Use(const std::string& owner, std::uint64_t bytes) {
+  std::uint64_t& peak = peak_bytes_[owner];
+  peak = std::max(peak, bytes);
+}
+
+void TrainingLoop::ObserveGeneration() {
+  const auto status = environment_.peer->GetStatus();
+  if (!status.ok()) return;
+  Use("kv_cache", status->kv_blocks_peak() * status->memory().kv_block_bytes());
+  for (const v1::OwnedBytes& owned : status->memory().standing()) Use(owned.owner(), owned.bytes());
+}
+
 void TrainingLoop::ExportMemory(std::uint64_t training_peak_bytes) {
   const v1::MemoryPlan& plan = plan_.memory.figures;
-  const auto use = [this](const std::string& owner, std::uint64_t bytes) {
-    std::uint64_t& peak = peak_bytes_[owner];
-    peak = std::max(peak, bytes);
-  };
   std::map<std::string, std::uint64_t> standing;
   for (const v1::OwnedBytes& owned : environment_.standing->Ledger()) standing[owned.owner()] += owned.bytes();
-  for (const auto& [owner, bytes] : standing) use(owner, bytes);
-  use(kTrainingOwner, training_peak_bytes);
-  if (const auto status = environment_.peer->GetStatus(); status.ok() && status->has_memory()) {
-    use("kv_cache", status->kv_blocks_peak() * status->memory().kv_block_bytes());
-    for (const v1::OwnedBytes& owned : status->memory().standing()) use(owned.owner(), owned.bytes());
-  }
+  for (const auto& [owner, bytes] : standing) Use(owner, bytes);
+  Use(kTrainingOwner, training_peak_bytes);
   std::map<std::string, std::uint64_t> planned;
   for (const v1::PlannedBytes& owned : plan.owners()) {
     if (owned.place() != v1::MEMORY_PLACE_POOL) continue;

@@ -108,6 +108,9 @@ class TrainingLoop {
   absl::StatusOr<RewardTable> ScoreGroup(const Prompt& prompt, const RolloutGroup& group) const;
   absl::StatusOr<StepReport> Train(std::uint64_t step, std::span<const ScoredGroup> groups);
   absl::Status CheckPrompts(const std::vector<Prompt>& prompts) const;
+  void Use(const std::string& owner, std::uint64_t bytes);
+  // The rollout server's peaks, while they are of this step's rollouts. Where it does not answer they are left out.
+  void ObserveGeneration();
   // Plan against use, by owner.
   void ExportMemory(std::uint64_t training_peak_bytes);
   NamedValues StepValues(const std::vector<ScoredGroup>& groups, const std::vector<RewardMetrics>& functions,

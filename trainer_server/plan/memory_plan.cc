@@ -155,7 +155,7 @@ class Arithmetic {
          {sizes.weights_bytes, sizes.model_bytes, sizes.rollout_standing_bytes, sizes.trainer_standing_bytes}) {
       fixed += RoundUp(bytes, kPoolGranularityBytes);
     }
-    sizes.pool_bytes = fixed + elastic_bytes;
+    sizes.pool_bytes = fixed + RoundUp(elastic_bytes, kPoolGranularityBytes);
     // The elastic region may lose part of a chunk to the region before it.
     for (int attempt = 0; attempt < 3; ++attempt) {
       const absl::StatusOr<PoolPlan> plan = PoolPlan::Create(sizes, kPoolGranularityBytes);

@@ -84,16 +84,16 @@ class Trainer {
   }
   void Start() { runner_->Start(); }
 
-  absl::StatusOr<std::string> Submit(const std::string& text) {
+  absl::StatusOr<std::string> Submit(const std::string& text, const std::string& rows = Rows()) {
     grpc::ClientContext upload_context, context;
     upload_context.set_wait_for_ready(true);
     v1::UploadResponse uploaded;
     auto writer = stub_->Upload(&upload_context, &uploaded);
     v1::UploadRequest piece;
-    piece.mutable_header()->set_sha256(Sha256Hex(Rows()));
-    piece.mutable_header()->set_size_bytes(Rows().size());
+    piece.mutable_header()->set_sha256(Sha256Hex(rows));
+    piece.mutable_header()->set_size_bytes(rows.size());
     writer->Write(piece);
-    piece.set_piece(Rows());
+    piece.set_piece(rows);
     writer->Write(piece);
     writer->WritesDone();
     TANDEM_RETURN_IF_ERROR(FromGrpc(writer->Finish()));
@@ -467,6 +467,31 @@ TEST_F(JobRunnerTest, JobThatTheNodeDoesNotHoldIsRefusedWithTheLargestContextTha
   ASSERT_TRUE(trainer->store_->Resume(job).ok());
   trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
   EXPECT_EQ(Trajectory(directory, job), undisturbed);
+}
+
+// Beyond the rows that are encoded at submission a prompt may be longer than every one that the plan saw: here among lines that
+// are longer still, of characters written as escapes.
+TEST_F(JobRunnerTest, DrawnPromptLongerThanTheContextFailsTheJobByItsLine) {
+  std::string rows;
+  for (std::size_t i = 0; i < kMaxEncodedRows; ++i) rows += "{\"prompt\": \"say\"}\n";
+  for (std::size_t i = 0; i < kMaxEncodedLongRows; ++i)
+    rows += "{\"prompt\": \"\\u0061\\u0061\\u0061\\u0061\\u0061\\u0061\\u0061\\u0061\\u0061\\u0061\\u0061\"}\n";
+  rows += "{\"prompt\": \"" + std::string(60, 'x') + "\"}\n";
+  const std::string text = absl::StrCat(R"(name: "long" num_steps: 2
+    rollout { prompts_per_step: 4400 group_size: 1 sampling { temperature: 1 max_tokens: 6 } }
+    rewards { weight: 1 ended_by_itself {} } adapter { rank: 2 alpha: 4 } optimizer { learning_rate: 0.2 } data { content: ")",
+                                        Sha256Hex(rows), "\" }");
+  const std::string directory = FreshDirectory("long_prompt");
+  auto trainer = NewTrainer(directory);
+  trainer->Start();
+  const auto job = trainer->Submit(text, rows);
+  ASSERT_TRUE(job.ok()) << job.status();
+  const v1::JobStatus failed = trainer->WaitForState(*job, v1::JOB_STATE_FAILED);
+  EXPECT_EQ(failed.error(),
+            absl::StrCat("data set line ", kMaxEncodedRows + kMaxEncodedLongRows + 1,
+                         ": the prompt has 60 tokens; with rollout.sampling.max_tokens 6 the largest context that "
+                         "fits is 64 tokens"));
+  EXPECT_TRUE(trainer->store_->Resume(*job).ok());
 }
 
 // CASES C45: a checkpoint without its optimizer state fails the job; it does not start cold.
