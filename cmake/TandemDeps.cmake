@@ -70,15 +70,11 @@ if(TANDEM_CUDA)
   target_include_directories(tandem_flashinfer SYSTEM INTERFACE ${fi}/cccl/libcudacxx/include ${fi}/cccl/cub
     ${fi}/cccl/thrust ${fi}/include ${fi}/cutlass/include)
 
+  # Headers alone: libcudnn.so.9 is loaded at run time from beside LibTorch, which needs it too.
+  find_path(TANDEM_CUDNN_INCLUDE cudnn.h HINTS ${CUDAToolkit_INCLUDE_DIRS} ${TANDEM_DEPS}/nvidia/cudnn/include REQUIRED)
   add_library(tandem_cudnn_frontend INTERFACE)
   add_library(tandem::cudnn_frontend ALIAS tandem_cudnn_frontend)
-  target_include_directories(tandem_cudnn_frontend SYSTEM INTERFACE ${TANDEM_DEPS}/include)
-
-  find_library(TANDEM_CUDNN cudnn HINTS ${CUDAToolkit_LIBRARY_DIR} NAMES libcudnn.so libcudnn.so.9
-               PATHS ${TANDEM_DEPS}/nvidia/cudnn/lib REQUIRED)
-  find_path(TANDEM_CUDNN_INCLUDE cudnn.h HINTS ${CUDAToolkit_INCLUDE_DIRS} ${TANDEM_DEPS}/nvidia/cudnn/include REQUIRED)
-  add_library(tandem_cudnn INTERFACE)
-  add_library(tandem::cudnn ALIAS tandem_cudnn)
-  target_include_directories(tandem_cudnn SYSTEM INTERFACE ${TANDEM_CUDNN_INCLUDE})
-  target_link_libraries(tandem_cudnn INTERFACE ${TANDEM_CUDNN})
+  target_include_directories(tandem_cudnn_frontend SYSTEM INTERFACE ${TANDEM_DEPS}/include ${TANDEM_CUDNN_INCLUDE})
+  target_compile_definitions(tandem_cudnn_frontend INTERFACE NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING)
+  target_link_libraries(tandem_cudnn_frontend INTERFACE ${CMAKE_DL_LIBS})
 endif()

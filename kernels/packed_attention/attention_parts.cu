@@ -1,6 +1,9 @@
-// One block of 128 threads a row; bound by memory, a few percent of the attention beside them.
+// One block of 128 threads a row, CopyHeads a block of 1,024 elements; bound by memory, a few percent of the attention beside
+// them.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+
+#include <cstddef>
 
 #include "common/gpu/cuda_status.h"
 #include "kernels/base/device_elements.cuh"
@@ -11,72 +14,70 @@ namespace {
 
 constexpr int kThreads = 128;
 
-__global__ void GatherRowsKernel(GatherRowsParams params) {
-  const auto* input =
-      static_cast<const __nv_bfloat16*>(params.input) + params.rows[blockIdx.x] * params.row_stride + params.first_column;
-  auto* output = static_cast<__nv_bfloat16*>(params.output) + static_cast<std::int64_t>(blockIdx.x) * params.width;
-  for (std::int64_t i = threadIdx.x; i < params.width; i += kThreads) output[i] = input[i];
-}
-
 __global__ void GatherLseKernel(GatherLseParams params) {
-  const std::int64_t row = params.rows[blockIdx.x];
+  const std::int64_t i = blockIdx.x, row = params.rows == nullptr ? i : params.rows[i];
   for (std::int64_t head = threadIdx.x; head < params.num_heads; head += kThreads) {
-    params.output[head * params.num_rows + blockIdx.x] = params.input[head * params.num_input_rows + row];
+    params.output.values[i * params.output.row_stride + head * params.output.head_stride] =
+        params.input.values[row * params.input.row_stride + head * params.input.head_stride];
   }
 }
 
+// One thread a head for the log-sum-exps, whose shares are in shared memory then, float [2, num_heads].
 __global__ void MergeAttentionKernel(MergeAttentionParams params) {
-  const std::int64_t row = blockIdx.x, width = params.num_heads * params.head_dim;
-  auto* output = static_cast<__nv_bfloat16*>(params.output) + row * width;
-  if (row >= params.num_own) {
-    for (std::int64_t i = threadIdx.x; i < width; i += kThreads) output[i] = __float2bfloat16(0);
-    return;
+  extern __shared__ float shares[];
+  constexpr int kCount = kPacketBytes / sizeof(__nv_bfloat16);
+  const std::int64_t i = blockIdx.x, row = params.rows[i];
+  for (std::int64_t head = threadIdx.x; head < params.num_heads; head += kThreads) {
+    float* const lse = params.lse.values + row * params.lse.row_stride + head * params.lse.head_stride;
+    const float part_lse = params.part_lse.values[i * params.part_lse.row_stride + head * params.part_lse.head_stride];
+    const float own_lse = *lse, top = fmaxf(own_lse, part_lse);
+    const float merged = top + logf(expf(own_lse - top) + expf(part_lse - top));
+    shares[head] = expf(own_lse - merged);
+    shares[params.num_heads + head] = expf(part_lse - merged);
+    *lse = merged;
   }
-  const std::int64_t prompt_row = params.prompt_row_of[row];
-  const auto* own = static_cast<const __nv_bfloat16*>(params.own) + row * width;
-  const auto* prompt = static_cast<const __nv_bfloat16*>(params.prompt) + prompt_row * width;
-  for (std::int64_t i = threadIdx.x; i < width; i += kThreads) {
-    const std::int64_t head = i / params.head_dim;
-    const float own_lse = params.own_lse[head * params.num_own + row];
-    float lse = own_lse;
-    if (prompt_row < 0) {
-      output[i] = own[i];
-    } else {
-      const float prompt_lse = params.prompt_lse[head * params.num_prompt + prompt_row];
-      const float top = fmaxf(own_lse, prompt_lse);
-      lse = top + logf(expf(own_lse - top) + expf(prompt_lse - top));
-      SetElement(output + i, expf(own_lse - lse) * AsFloat(own[i]) + expf(prompt_lse - lse) * AsFloat(prompt[i]));
-    }
-    if (i == head * params.head_dim) params.lse[head * params.num_own + row] = lse;
+  __syncthreads();
+  const std::int64_t width = params.num_heads * params.head_dim;
+  const auto* part = static_cast<const __nv_bfloat16*>(params.part) + i * width;
+  auto* output = static_cast<__nv_bfloat16*>(params.output) + row * params.output_row_stride;
+  for (std::int64_t first = threadIdx.x * kCount; first < width; first += kThreads * kCount) {
+    const std::int64_t head = first / params.head_dim;
+    const float own_share = shares[head], part_share = shares[params.num_heads + head];
+    float own[kCount], other[kCount];
+    LoadFloats(static_cast<const __nv_bfloat16*>(output + first), own);
+    LoadFloats(part + first, other);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) own[e] = own_share * own[e] + part_share * other[e];
+    StoreFloats(output + first, own);
   }
 }
 
-__global__ void SumAttentionGradientsKernel(SumAttentionGradientsParams params) {
-  const std::int64_t row = blockIdx.x, q_size = params.q_size, kv_size = params.kv_size, width = q_size + 2 * kv_size;
-  auto* output = static_cast<__nv_bfloat16*>(params.grad_qkv) + row * width;
-  const bool is_used = row < params.num_own;
-  const auto fill = [&](std::int64_t first, std::int64_t count, const void* own, const void* prompt, std::int64_t prompt_row) {
-    const auto* own_row = static_cast<const __nv_bfloat16*>(own) + row * count;
-    const auto* other_row = static_cast<const __nv_bfloat16*>(prompt) + prompt_row * count;
-    for (std::int64_t i = threadIdx.x; i < count; i += kThreads) {
-      float sum = is_used ? AsFloat(own_row[i]) : 0.f;
-      if (is_used && prompt_row >= 0) sum += AsFloat(other_row[i]);
-      SetElement(output + first + i, sum);
-    }
+// One thread a packet of 8 elements.
+template <bool kIsAdded>
+__global__ void CopyHeadsKernel(CopyHeadsParams params) {
+  constexpr int kCount = kPacketBytes / sizeof(__nv_bfloat16);
+  const std::int64_t packet = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const std::int64_t packets_of_head = params.head_dim / kCount, head_index = packet / packets_of_head;
+  const std::int64_t i = head_index / params.num_heads, head = head_index % params.num_heads;
+  if (i >= params.num_rows) return;
+  const auto place = [&](const HeadArray& array, const std::int32_t* rows) {
+    const std::int64_t row = rows == nullptr ? i : rows[i];
+    return static_cast<__nv_bfloat16*>(array.values) + row * array.row_stride + head * array.head_stride +
+           packet % packets_of_head * kCount;
   };
-  const std::int64_t query_row = params.query_row_of[row], key_row = params.key_row_of[row];
-  fill(0, q_size, params.own_q, params.prompt_q, query_row);
-  fill(q_size, kv_size, params.own_k, params.prompt_k, key_row);
-  fill(q_size + kv_size, kv_size, params.own_v, params.prompt_v, key_row);
+  __nv_bfloat16* const output = place(params.output, params.output_rows);
+  float values[kCount];
+  LoadFloats(static_cast<const __nv_bfloat16*>(place(params.input, params.input_rows)), values);
+  if constexpr (kIsAdded) {
+    float before[kCount];
+    LoadFloats(static_cast<const __nv_bfloat16*>(output), before);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) values[e] += before[e];
+  }
+  StoreFloats(output, values);
 }
 
 }  // namespace
-
-absl::Status GatherRows(const GatherRowsParams& params, void* stream) {
-  if (params.num_rows <= 0) return absl::OkStatus();
-  GatherRowsKernel<<<static_cast<unsigned>(params.num_rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
-  return CudaToStatus(cudaGetLastError(), "gathering of rows");
-}
 
 absl::Status GatherLse(const GatherLseParams& params, void* stream) {
   if (params.num_rows <= 0) return absl::OkStatus();
@@ -86,14 +87,28 @@ absl::Status GatherLse(const GatherLseParams& params, void* stream) {
 
 absl::Status MergeAttention(const MergeAttentionParams& params, void* stream) {
   if (params.num_rows <= 0) return absl::OkStatus();
-  MergeAttentionKernel<<<static_cast<unsigned>(params.num_rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  const auto shares_bytes = static_cast<std::size_t>(2 * params.num_heads) * sizeof(float);
+  MergeAttentionKernel<<<static_cast<unsigned>(params.num_rows), kThreads, shares_bytes, static_cast<cudaStream_t>(stream)>>>(
+      params);
   return CudaToStatus(cudaGetLastError(), "merging of attention");
 }
 
-absl::Status SumAttentionGradients(const SumAttentionGradientsParams& params, void* stream) {
-  if (params.num_rows <= 0) return absl::OkStatus();
-  SumAttentionGradientsKernel<<<static_cast<unsigned>(params.num_rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
-  return CudaToStatus(cudaGetLastError(), "sum of attention's gradients");
+absl::Status CopyHeads(const CopyHeadsParams& params, void* stream) {
+  constexpr std::int64_t kElementsOfBlock = kThreads * static_cast<std::int64_t>(kPacketBytes / sizeof(__nv_bfloat16));
+  const std::int64_t blocks = (params.num_rows * params.num_heads * params.head_dim + kElementsOfBlock - 1) / kElementsOfBlock;
+  if (blocks <= 0) return absl::OkStatus();
+  const auto kernel = params.is_added ? CopyHeadsKernel<true> : CopyHeadsKernel<false>;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  return CudaToStatus(cudaGetLastError(), "copy of attention's heads");
+}
+
+absl::Status ZeroRows(const ZeroRowsParams& params, void* stream) {
+  if (params.begin >= params.end) return absl::OkStatus();
+  const std::int64_t row_bytes = params.row_stride * static_cast<std::int64_t>(sizeof(__nv_bfloat16));
+  return CudaToStatus(
+      cudaMemsetAsync(static_cast<std::byte*>(params.output) + params.begin * row_bytes, 0,
+                      static_cast<std::size_t>((params.end - params.begin) * row_bytes), static_cast<cudaStream_t>(stream)),
+      "zeroing of rows");
 }
 
 }  // namespace tandem

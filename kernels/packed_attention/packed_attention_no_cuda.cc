@@ -8,11 +8,9 @@ absl::Status PackedAttentionForward(const PackedAttentionParams&, void*) { retur
 absl::Status PackedAttentionBackward(const PackedAttentionBackwardParams&, void*) {
   return BuiltWithoutCuda("packed attention's backward pass");
 }
-absl::Status GatherRows(const GatherRowsParams&, void*) { return BuiltWithoutCuda("gathering of rows"); }
 absl::Status GatherLse(const GatherLseParams&, void*) { return BuiltWithoutCuda("gathering of log-sum-exps"); }
 absl::Status MergeAttention(const MergeAttentionParams&, void*) { return BuiltWithoutCuda("merging of attention"); }
-absl::Status SumAttentionGradients(const SumAttentionGradientsParams&, void*) {
-  return BuiltWithoutCuda("sum of attention's gradients");
-}
+absl::Status CopyHeads(const CopyHeadsParams&, void*) { return BuiltWithoutCuda("copy of attention's heads"); }
+absl::Status ZeroRows(const ZeroRowsParams&, void*) { return BuiltWithoutCuda("zeroing of rows"); }
 
 }  // namespace tandem

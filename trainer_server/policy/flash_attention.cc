@@ -44,8 +44,8 @@ at::Tensor Heads(const void* data, std::int64_t rows, std::int64_t heads, std::i
 at::Tensor Ints(const std::int32_t* data, std::int64_t count) {
   return at::from_blob(const_cast<std::int32_t*>(data), {count}, On(at::kInt));
 }
-at::Tensor Floats(const float* data, std::int64_t heads, std::int64_t rows) {
-  return at::from_blob(const_cast<float*>(data), {heads, rows}, On(at::kFloat));
+at::Tensor Floats(float* data, std::int64_t heads, std::int64_t rows) {
+  return at::from_blob(data, {heads, rows}, On(at::kFloat));
 }
 
 struct Call {
@@ -75,51 +75,21 @@ Gradients RunBackward(const Call& call, const at::Tensor& grad_output, const at:
   return {query.contiguous(), key.contiguous(), value.contiguous()};
 }
 
-}  // namespace
-
-FlashRows::FlashRows(const MicroBatch& batch) : num_rows(static_cast<std::int64_t>(batch.token_ids.size())) {
-  query_row_of.assign(batch.token_ids.size(), -1);
-  key_row_of.assign(batch.token_ids.size(), -1);
-  std::int32_t end = 0, prompt_begin = -1, prompt_end = -1;
-  query_begins = key_begins = {0};
-  // Takes the rows [begin, end of the segment) as the next in order.
-  const auto take = [&](std::int32_t segment_begin, std::int32_t segment_end) {
-    if (segment_begin != end || segment_begin >= segment_end) return false;
-    own_begins.push_back(segment_begin);
-    longest_own = std::max<std::int64_t>(longest_own, segment_end - segment_begin);
-    end = segment_end;
-    return true;
-  };
-  const auto close_group = [&] {
-    const auto queries = static_cast<std::int32_t>(query_rows.size());
-    if (prompt_begin < 0 || queries == query_begins.back()) return;
-    for (std::int32_t row = prompt_begin; row < prompt_end; ++row) {
-      key_row_of[static_cast<std::size_t>(row)] = static_cast<std::int32_t>(key_rows.size());
-      key_rows.push_back(row);
-    }
-    longest_query = std::max<std::int64_t>(longest_query, queries - query_begins.back());
-    longest_key = std::max<std::int64_t>(longest_key, prompt_end - prompt_begin);
-    query_begins.push_back(queries);
-    key_begins.push_back(static_cast<std::int32_t>(key_rows.size()));
-  };
-  for (const PackedCompletion& completion : batch.completions) {
-    if (completion.prompt_begin != prompt_begin || completion.prompt_end != prompt_end) {
-      close_group();
-      if (!take(completion.prompt_begin, completion.prompt_end)) return;
-      prompt_begin = completion.prompt_begin;
-      prompt_end = completion.prompt_end;
-    }
-    if (completion.begin == completion.end) continue;
-    if (!take(completion.begin, completion.end)) return;
-    for (std::int32_t row = completion.begin; row < completion.end; ++row) {
-      query_row_of[static_cast<std::size_t>(row)] = static_cast<std::int32_t>(query_rows.size());
-      query_rows.push_back(row);
-    }
-  }
-  close_group();
-  own_begins.push_back(end);
-  is_served = end > 0;
+// [rows, heads, head_dim] into rows of `row_stride` elements.
+void Write(const at::Tensor& heads, const std::int32_t* rows, void* output, std::int64_t row_stride, bool is_added,
+           void* stream) {
+  const std::int64_t head_dim = heads.size(2);
+  Check(CopyHeads({.input = {heads.mutable_data_ptr(), heads.size(1) * head_dim, head_dim},
+                   .output = {output, row_stride, head_dim},
+                   .output_rows = rows,
+                   .num_rows = heads.size(0),
+                   .num_heads = heads.size(1),
+                   .head_dim = head_dim,
+                   .is_added = is_added},
+                  stream));
 }
+
+}  // namespace
 
 bool FlashAttention::Serves(const ModelConfig& config) {
   int major = 0;
@@ -127,14 +97,14 @@ bool FlashAttention::Serves(const ModelConfig& config) {
   return is_known && major >= 8 && config.head_dim % 8 == 0 && config.head_dim <= kMaxHeadDim;
 }
 
-FlashAttention::FlashAttention(const ModelConfig& config, const FlashRows& rows, void* stream)
+FlashAttention::FlashAttention(const ModelConfig& config, const AttentionRows& rows, void* stream)
     : num_heads_(config.num_heads),
       num_kv_heads_(config.num_kv_heads),
       head_dim_(config.head_dim),
       num_rows_(rows.num_rows),
-      num_own_(rows.own_begins.back()),
-      num_queries_(static_cast<std::int64_t>(rows.query_rows.size())),
-      num_keys_(static_cast<std::int64_t>(rows.key_rows.size())),
+      num_own_(rows.num_own()),
+      num_queries_(rows.num_queries()),
+      num_keys_(rows.num_keys()),
       num_segments_(static_cast<std::int64_t>(rows.own_begins.size()) - 1),
       num_groups_(static_cast<std::int64_t>(rows.query_begins.size()) - 1),
       // At least 2: LibTorch folds heads into rows where every sequence has one query, and sequences may then not differ.
@@ -154,8 +124,6 @@ FlashAttention::FlashAttention(const ModelConfig& config, const FlashRows& rows,
   add(&key_begins_, rows.key_begins);
   add(&query_rows_, rows.query_rows);
   add(&key_rows_, rows.key_rows);
-  add(&query_row_of_, rows.query_row_of);
-  add(&key_row_of_, rows.key_row_of);
   indices_ = DeviceBuffer<std::int32_t>(static_cast<std::int64_t>(values.size()));
   // From pageable memory: `values` is read before this returns.
   Check(CudaToStatus(cudaMemcpyAsync(indices_.data(), values.data(), values.size() * sizeof(std::int32_t), cudaMemcpyHostToDevice,
@@ -169,60 +137,65 @@ struct FlashAttention::Gathered {
 };
 
 FlashAttention::Gathered FlashAttention::Gather(const void* qkv) const {
-  const std::int64_t q = num_heads_ * head_dim_, kv = num_kv_heads_ * head_dim_;
+  const std::int64_t q = num_heads_ * head_dim_, kv = num_kv_heads_ * head_dim_, width = q + 2 * kv;
   Gathered gathered{DeviceBuffer<std::uint16_t>(num_queries_ * q), DeviceBuffer<std::uint16_t>(num_keys_ * kv),
                     DeviceBuffer<std::uint16_t>(num_keys_ * kv)};
-  GatherRowsParams params{.input = qkv, .row_stride = q + 2 * kv};
-  params.rows = query_rows_;
-  params.output = gathered.queries.data();
-  params.num_rows = num_queries_;
-  params.width = q;
-  Check(GatherRows(params, stream_));
-  params.rows = key_rows_;
-  params.num_rows = num_keys_;
-  params.width = kv;
-  params.first_column = q;
-  params.output = gathered.keys.data();
-  Check(GatherRows(params, stream_));
-  params.first_column = q + kv;
-  params.output = gathered.values.data();
-  Check(GatherRows(params, stream_));
+  const auto* const elements = static_cast<const std::uint16_t*>(qkv);
+  GatherHeads(elements, width, query_rows_, num_queries_, num_heads_, gathered.queries.data());
+  GatherHeads(elements + q, width, key_rows_, num_keys_, num_kv_heads_, gathered.keys.data());
+  GatherHeads(elements + q + kv, width, key_rows_, num_keys_, num_kv_heads_, gathered.values.data());
   return gathered;
 }
 
+void FlashAttention::GatherHeads(const void* input, std::int64_t row_stride, const std::int32_t* rows, std::int64_t num_rows,
+                                 std::int64_t num_heads, void* output) const {
+  Check(CopyHeads({.input = {const_cast<void*>(input), row_stride, head_dim_},
+                   .input_rows = rows,
+                   .output = {output, num_heads * head_dim_, head_dim_},
+                   .num_rows = num_rows,
+                   .num_heads = num_heads,
+                   .head_dim = head_dim_},
+                  stream_));
+}
+
+// Log-sum-exps outside are [num_rows, num_heads], LibTorch's are [num_heads, rows].
 void FlashAttention::Forward(const void* qkv, void* output, float* lse) const {
   PrepareLibTorchOnce();
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(static_cast<cudaStream_t>(stream_), 0));
   const std::int64_t q = num_heads_ * head_dim_, kv = num_kv_heads_ * head_dim_, width = q + 2 * kv;
   const auto* const elements = static_cast<const std::uint16_t*>(qkv);
-  const at::Tensor own_begins = Ints(own_begins_, num_segments_ + 1);
-  const auto [own, own_lse] = RunForward({Heads(elements, num_own_, num_heads_, head_dim_, width),
-                                          Heads(elements + q, num_own_, num_kv_heads_, head_dim_, width),
-                                          Heads(elements + q + kv, num_own_, num_kv_heads_, head_dim_, width), own_begins,
-                                          own_begins, longest_own_, longest_own_, /*is_causal=*/true});
-  MergeAttentionParams merge{.own = own.const_data_ptr(),
-                             .own_lse = static_cast<const float*>(own_lse.const_data_ptr()),
-                             .prompt_row_of = query_row_of_,
-                             .output = output,
-                             .lse = lse,
-                             .num_rows = num_rows_,
-                             .num_own = num_own_,
-                             .num_prompt = num_queries_,
-                             .num_heads = num_heads_,
-                             .head_dim = head_dim_};
-  if (num_queries_ == 0) {
-    Check(MergeAttention(merge, stream_));
-    return;
+  const LseArray all_lse{lse, num_heads_, 1};
+  Check(ZeroRows({.output = output, .row_stride = q, .begin = num_own_, .end = num_rows_}, stream_));
+  {
+    const at::Tensor own_begins = Ints(own_begins_, num_segments_ + 1);
+    const auto [own, own_lse] = RunForward({Heads(elements, num_own_, num_heads_, head_dim_, width),
+                                            Heads(elements + q, num_own_, num_kv_heads_, head_dim_, width),
+                                            Heads(elements + q + kv, num_own_, num_kv_heads_, head_dim_, width), own_begins,
+                                            own_begins, longest_own_, longest_own_, /*is_causal=*/true});
+    Write(own, nullptr, output, q, /*is_added=*/false, stream_);
+    Check(GatherLse({.input = {own_lse.mutable_data_ptr<float>(), 1, num_own_},
+                     .output = all_lse,
+                     .num_rows = num_own_,
+                     .num_heads = num_heads_},
+                    stream_));
   }
+  if (num_queries_ == 0) return;
   const Gathered gathered = Gather(qkv);
   const auto [prompt, prompt_lse] =
       RunForward({Heads(gathered.queries.data(), num_queries_, num_heads_, head_dim_, q),
                   Heads(gathered.keys.data(), num_keys_, num_kv_heads_, head_dim_, kv),
                   Heads(gathered.values.data(), num_keys_, num_kv_heads_, head_dim_, kv), Ints(query_begins_, num_groups_ + 1),
                   Ints(key_begins_, num_groups_ + 1), longest_query_, longest_key_, /*is_causal=*/false});
-  merge.prompt = prompt.const_data_ptr();
-  merge.prompt_lse = static_cast<const float*>(prompt_lse.const_data_ptr());
-  Check(MergeAttention(merge, stream_));
+  Check(MergeAttention({.part = prompt.const_data_ptr(),
+                        .part_lse = {prompt_lse.mutable_data_ptr<float>(), 1, num_queries_},
+                        .rows = query_rows_,
+                        .output = output,
+                        .output_row_stride = q,
+                        .lse = all_lse,
+                        .num_rows = num_queries_,
+                        .num_heads = num_heads_,
+                        .head_dim = head_dim_},
+                       stream_));
 }
 
 void FlashAttention::Backward(const void* qkv, const void* output, const float* lse, const void* grad_output,
@@ -231,40 +204,33 @@ void FlashAttention::Backward(const void* qkv, const void* output, const float* 
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromExternal(static_cast<cudaStream_t>(stream_), 0));
   const std::int64_t q = num_heads_ * head_dim_, kv = num_kv_heads_ * head_dim_, width = q + 2 * kv;
   const auto* const elements = static_cast<const std::uint16_t*>(qkv);
-  const at::Tensor own_begins = Ints(own_begins_, num_segments_ + 1);
-  const Gradients own = RunBackward(
-      {Heads(elements, num_own_, num_heads_, head_dim_, width), Heads(elements + q, num_own_, num_kv_heads_, head_dim_, width),
-       Heads(elements + q + kv, num_own_, num_kv_heads_, head_dim_, width), own_begins, own_begins, longest_own_, longest_own_,
-       /*is_causal=*/true},
-      Heads(grad_output, num_own_, num_heads_, head_dim_, q), Heads(output, num_own_, num_heads_, head_dim_, q),
-      Floats(lse, num_heads_, num_own_));
-  SumAttentionGradientsParams sum{.own_q = own.query.const_data_ptr(),
-                                  .own_k = own.key.const_data_ptr(),
-                                  .own_v = own.value.const_data_ptr(),
-                                  .query_row_of = query_row_of_,
-                                  .key_row_of = key_row_of_,
-                                  .grad_qkv = grad_qkv,
-                                  .num_rows = num_rows_,
-                                  .num_own = num_own_,
-                                  .q_size = q,
-                                  .kv_size = kv};
-  if (num_queries_ == 0) {
-    Check(SumAttentionGradients(sum, stream_));
-    return;
+  auto* const gradients = static_cast<std::uint16_t*>(grad_qkv);
+  const LseArray all_lse{const_cast<float*>(lse), num_heads_, 1};
+  Check(ZeroRows({.output = grad_qkv, .row_stride = width, .begin = num_own_, .end = num_rows_}, stream_));
+  {
+    const DeviceBuffer<float> own_lse(num_heads_ * num_own_);
+    Check(GatherLse({.input = all_lse, .output = {own_lse.data(), 1, num_own_}, .num_rows = num_own_, .num_heads = num_heads_},
+                    stream_));
+    const at::Tensor own_begins = Ints(own_begins_, num_segments_ + 1);
+    const Gradients own = RunBackward(
+        {Heads(elements, num_own_, num_heads_, head_dim_, width), Heads(elements + q, num_own_, num_kv_heads_, head_dim_, width),
+         Heads(elements + q + kv, num_own_, num_kv_heads_, head_dim_, width), own_begins, own_begins, longest_own_, longest_own_,
+         /*is_causal=*/true},
+        Heads(grad_output, num_own_, num_heads_, head_dim_, q), Heads(output, num_own_, num_heads_, head_dim_, q),
+        Floats(own_lse.data(), num_heads_, num_own_));
+    Write(own.query, nullptr, gradients, width, /*is_added=*/false, stream_);
+    Write(own.key, nullptr, gradients + q, width, /*is_added=*/false, stream_);
+    Write(own.value, nullptr, gradients + q + kv, width, /*is_added=*/false, stream_);
   }
+  if (num_queries_ == 0) return;
   const Gathered gathered = Gather(qkv);
   const DeviceBuffer<std::uint16_t> outputs(num_queries_ * q), grad_outputs(num_queries_ * q);
   const DeviceBuffer<float> query_lse(num_heads_ * num_queries_);
-  GatherRowsParams gather{.input = output, .row_stride = q, .rows = query_rows_, .num_rows = num_queries_, .width = q};
-  gather.output = outputs.data();
-  Check(GatherRows(gather, stream_));
-  gather.input = grad_output;
-  gather.output = grad_outputs.data();
-  Check(GatherRows(gather, stream_));
-  Check(GatherLse({.input = lse,
-                   .num_input_rows = num_own_,
+  GatherHeads(output, q, query_rows_, num_queries_, num_heads_, outputs.data());
+  GatherHeads(grad_output, q, query_rows_, num_queries_, num_heads_, grad_outputs.data());
+  Check(GatherLse({.input = all_lse,
                    .rows = query_rows_,
-                   .output = query_lse.data(),
+                   .output = {query_lse.data(), 1, num_queries_},
                    .num_rows = num_queries_,
                    .num_heads = num_heads_},
                   stream_));
@@ -275,10 +241,9 @@ void FlashAttention::Backward(const void* qkv, const void* output, const float* 
        Ints(key_begins_, num_groups_ + 1), longest_query_, longest_key_, /*is_causal=*/false},
       Heads(grad_outputs.data(), num_queries_, num_heads_, head_dim_, q),
       Heads(outputs.data(), num_queries_, num_heads_, head_dim_, q), Floats(query_lse.data(), num_heads_, num_queries_));
-  sum.prompt_q = prompt.query.const_data_ptr();
-  sum.prompt_k = prompt.key.const_data_ptr();
-  sum.prompt_v = prompt.value.const_data_ptr();
-  Check(SumAttentionGradients(sum, stream_));
+  Write(prompt.query, query_rows_, gradients, width, /*is_added=*/true, stream_);
+  Write(prompt.key, key_rows_, gradients + q, width, /*is_added=*/true, stream_);
+  Write(prompt.value, key_rows_, gradients + q + kv, width, /*is_added=*/true, stream_);
 }
 
 }  // namespace tandem
