@@ -35,7 +35,6 @@ namespace {
 
 constexpr std::uint64_t kAlignment = 256;
 constexpr std::size_t kBf16Bytes = 2;
-constexpr std::uint64_t kMaxGraphBytes = 256 * kMiB;  // of captured steps, outside the pool
 
 PagedAttentionShape AttentionShape(const ModelConfig& config, int block_tokens) {
   return {.dtype = DType::kBf16,
@@ -172,7 +171,7 @@ class CudaDecoderModel : public DecoderModel {
         staging_(std::move(staging)),
         kv_scales_(config, layout.digest, Device::kCuda, options.workspace.subspan(places_.kv_scales)),
         adapters_(config, options.max_adapters, options.max_adapter_rank, at(places_.adapters)),
-        graphs_(stream_->handle(), kMaxGraphBytes) {}
+        graphs_(stream_->handle(), {}) {}
   ~CudaDecoderModel() override {
     if (const absl::Status status = stream_->Synchronize(); !status.ok()) TANDEM_LOG(kError, "model", status.ToString());
   }

@@ -9,11 +9,6 @@
 #include "common/gpu/device.h"
 
 namespace tandem {
-namespace {
-
-constexpr std::size_t kMaxKeys = 512;
-
-}  // namespace
 
 StepGraphs::~StepGraphs() {
   while (!graphs_.empty()) Drop(graphs_.begin());
@@ -68,7 +63,7 @@ StepGraphs::Graphs::iterator StepGraphs::Drop(Graphs::iterator graph) {
 }
 
 void StepGraphs::DropOldest(Graphs::iterator kept) {
-  while (graphs_.size() > 1 && (bytes_ > max_bytes_ || graphs_.size() > kMaxKeys)) {
+  while (graphs_.size() > 1 && (bytes_ > limits_.max_bytes || graphs_.size() > limits_.max_keys)) {
     auto oldest = graphs_.end();
     for (auto graph = graphs_.begin(); graph != graphs_.end(); ++graph) {
       if (graph == kept) continue;

@@ -3,7 +3,7 @@
 // kernels read must lie at the same places every time. Confined to the engine thread.
 //
 // Graphs lie in device memory outside the pool. What each takes is measured as it is made, by the driver's free memory; beyond
-// `max_bytes` those go that have not been run for longest.
+// the limits those go that have not been run for longest.
 #pragma once
 
 #include <cstddef>
@@ -26,9 +26,14 @@ struct StepGraphKey {
   }
 };
 
+struct StepGraphLimits {
+  std::uint64_t max_bytes = 256 << 20;
+  std::size_t max_keys = 512;  // at least 1
+};
+
 class StepGraphs {
  public:
-  StepGraphs(void* stream, std::uint64_t max_bytes) : stream_(stream), max_bytes_(max_bytes) {}
+  StepGraphs(void* stream, StepGraphLimits limits) : stream_(stream), limits_(limits) {}
   StepGraphs(const StepGraphs&) = delete;
   StepGraphs& operator=(const StepGraphs&) = delete;
   ~StepGraphs();
@@ -55,7 +60,7 @@ class StepGraphs {
   void DropOldest(Graphs::iterator kept);
 
   void* const stream_;
-  const std::uint64_t max_bytes_;
+  const StepGraphLimits limits_;
   Graphs graphs_;
   std::uint64_t bytes_ = 0;
   std::uint64_t num_runs_ = 0;

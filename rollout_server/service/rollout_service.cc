@@ -28,6 +28,11 @@ RolloutService::RolloutService(RolloutServiceOptions options, Engine* engine, st
                                std::function<PoolReport()> pool_report)
     : options_(std::move(options)), engine_(engine), encoder_(std::move(encoder)), pool_report_(std::move(pool_report)) {}
 
+grpc::Status RolloutService::Answer(const absl::Status& status) const {
+  if (status.ok() || ContextHealth(options_.pool_device).ok()) return ToGrpc(status);
+  return ToGrpc(absl::UnavailableError(absl::StrCat("the device's context is lost: ", status.message())));
+}
+
 grpc::Status RolloutService::Generate(grpc::ServerContext* context, Stream* stream) {
   struct Count {
     std::atomic<int>* num_streams;
@@ -37,15 +42,15 @@ grpc::Status RolloutService::Generate(grpc::ServerContext* context, Stream* stre
     return ToGrpc(absl::ResourceExhaustedError(absl::StrCat("more than ", options_.max_streams, " streams at a time")));
   }
   absl::StatusOr<BatchRequest> batch = ReadBatch(context, stream);
-  if (!batch.ok()) return ToGrpc(batch.status());
+  if (!batch.ok()) return Answer(batch.status());
   const bool is_unit = batch->mode == v1::SCHEDULE_MODE_UNIT;
   const std::size_t tokens_per_piece = is_unit ? options_.unit_tokens_per_piece : 1;
   auto buffer = std::make_shared<StreamBuffer>(
       StreamBufferOptions{.tokens_per_piece = tokens_per_piece, .max_buffered_tokens = options_.max_buffered_tokens});
-  if (absl::Status status = engine_->Submit(*std::move(batch), buffer); !status.ok()) return ToGrpc(status);
+  if (absl::Status status = engine_->Submit(*std::move(batch), buffer); !status.ok()) return Answer(status);
   const absl::Status status = WriteBatch(context, stream, buffer.get());
   buffer->Cancel();
-  return ToGrpc(status);
+  return Answer(status);
 }
 
 absl::StatusOr<BatchRequest> RolloutService::ReadBatch(grpc::ServerContext* context, Stream* stream) {
@@ -90,16 +95,16 @@ grpc::Status RolloutService::ActivateAdapter(grpc::ServerContext* context, const
   absl::StatusOr<Adapter> adapter =
       OpenAdapter(*request, options_.config, options_.trainer_region, options_.trainer_region_begin_bytes,
                   options_.max_adapter_rank, options_.pool_device);
-  if (!adapter.ok()) return ToGrpc(adapter.status());
+  if (!adapter.ok()) return Answer(adapter.status());
   const absl::Status status = engine_->Activate(*std::move(adapter), request->drain(), DeadlineOf(*context));
   if (status.ok()) response->set_weight_version(request->weight_version());
-  return ToGrpc(status);
+  return Answer(status);
 }
 
 grpc::Status RolloutService::RetireAdapter(grpc::ServerContext* context, const v1::RetireAdapterRequest* request,
                                            v1::RetireAdapterResponse* /*response*/) {
   if (request->job().empty()) return ToGrpc(absl::InvalidArgumentError("job: empty; the base model has no adapter"));
-  return ToGrpc(engine_->Retire(request->job(), DeadlineOf(*context)));
+  return Answer(engine_->Retire(request->job(), DeadlineOf(*context)));
 }
 
 grpc::Status RolloutService::GetStatus(grpc::ServerContext* /*context*/, const v1::RolloutStatusRequest* /*request*/,

@@ -61,6 +61,9 @@ class RolloutService final : public v1::RolloutService::Service {
  private:
   using Stream = grpc::ServerReaderWriter<v1::GenerateResponse, v1::GenerateRequest>;
   absl::StatusOr<BatchRequest> ReadBatch(grpc::ServerContext* context, Stream* stream);
+  // `status` as a caller gets it: where the device's context is lost everything fails until the daemon ends, soon, so to callers
+  // it is away: UNAVAILABLE.
+  grpc::Status Answer(const absl::Status& status) const;
   absl::Status WriteBatch(grpc::ServerContext* context, Stream* stream, StreamBuffer* buffer);
 
   const RolloutServiceOptions options_;

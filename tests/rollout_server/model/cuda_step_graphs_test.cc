@@ -1,15 +1,12 @@
-// Captured steps of one memset each: which are kept, and what they take.
+// Captured steps of small kernels: which are kept, and what they take.
 #include "rollout_server/model/cuda_step_graphs.h"
 
-#include <cuda_runtime_api.h>
-
 #include <cstdio>
-#include <limits>
 
 #include "common/base/units.h"
-#include "common/gpu/cuda_status.h"
 #include "common/gpu/stream.h"
 #include "gtest/gtest.h"
+#include "kernels/embedding/embedding.h"
 #include "tests/support/device_bytes.h"
 
 namespace tandem {
@@ -22,46 +19,56 @@ class StepGraphsTest : public ::testing::Test {
   void SetUp() override {
     if (!HasCudaDevice()) GTEST_SKIP() << "no CUDA device";
     stream_ = *Stream::Create(Device::kCuda);
-    memory_ = std::make_unique<DeviceBytes>(kNodes);
+    memory_ = std::make_unique<DeviceBytes>((kValues + 1 + kNodes) * sizeof(float));
+    memory_->Fill(0);
+    std::vector<float> values(kValues);
+    for (std::size_t i = 0; i < kValues; ++i) values[i] = static_cast<float>(i);
+    ASSERT_EQ(memory_->Upload(values.data(), kValues * sizeof(float)), absl::OkStatus());
   }
-  // A step that fills the memory with `value`, `nodes` bytes one by one.
-  absl::Status Run(StepGraphs* graphs, const StepGraphKey& key, int value, int nodes = 1) {
-    ++num_runs_;
+  // A step that writes `value`, below kValues, into `nodes` places one by one. A captured step keeps its value.
+  absl::Status Run(StepGraphs* graphs, const StepGraphKey& key, std::size_t value, std::size_t nodes = 1) {
     return graphs->Run(key, [&] {
       ++num_enqueued_;
-      for (int i = 0; i < nodes; ++i) {
-        TANDEM_RETURN_IF_ERROR(CudaToStatus(
-            cudaMemsetAsync(memory_->data() + i, value, 1, static_cast<cudaStream_t>(stream_->handle())), "a step's node"));
+      for (std::size_t i = 0; i < nodes; ++i) {
+        TANDEM_RETURN_IF_ERROR(Embedding({.dtype = DType::kFp32,
+                                          .table = floats() + value,
+                                          .token_ids = reinterpret_cast<const std::uint32_t*>(floats() + kValues),
+                                          .output = floats() + kValues + 1 + i,
+                                          .num_rows = 1,
+                                          .width = 1},
+                                         Device::kCuda, stream_->handle()));
       }
       return absl::OkStatus();
     });
   }
-  int Value(int at) {
+  float Value(std::size_t at) {
     EXPECT_EQ(stream_->Synchronize(), absl::OkStatus());
-    std::uint8_t value = 0;
-    EXPECT_EQ(CopyToHost(Device::kCuda, &value, memory_->data() + at, 1), absl::OkStatus());
+    float value = -1;
+    EXPECT_EQ(CopyToHost(Device::kCuda, &value, floats() + kValues + 1 + at, sizeof(value)), absl::OkStatus());
     return value;
   }
+  float* floats() const { return reinterpret_cast<float*>(memory_->data()); }
 
-  static constexpr int kNodes = 4000;
+  static constexpr std::size_t kValues = 100, kNodes = 2000;
   std::unique_ptr<Stream> stream_;
-  std::unique_ptr<DeviceBytes> memory_;
-  int num_runs_ = 0, num_enqueued_ = 0;
+  std::unique_ptr<DeviceBytes> memory_;  // values, the id 0, places
+  int num_enqueued_ = 0;
 };
 
 TEST_F(StepGraphsTest, RunsThenCapturesThenReplays) {
-  StepGraphs graphs(stream_->handle(), kGiB);
+  StepGraphs graphs(stream_->handle(), {});
   for (int run = 0; run < 5; ++run) {
-    memory_->Fill(0);
+    ASSERT_EQ(Run(&graphs, {.num_rows = 2}, 8), absl::OkStatus());
+    EXPECT_EQ(Value(0), 8);
     ASSERT_EQ(Run(&graphs, {.num_rows = 1}, 7), absl::OkStatus());
     EXPECT_EQ(Value(0), 7) << run;
-    EXPECT_EQ(graphs.num_graphs(), run == 0 ? 0u : 1u);
+    EXPECT_EQ(graphs.num_graphs(), run == 0 ? 0u : 2u);
   }
-  EXPECT_EQ(num_enqueued_, 2);
+  EXPECT_EQ(num_enqueued_, 4);
 }
 
 TEST_F(StepGraphsTest, ForgetsTheGraphsOfOneAdapter) {
-  StepGraphs graphs(stream_->handle(), kGiB);
+  StepGraphs graphs(stream_->handle(), {});
   for (int run = 0; run < 2; ++run) {
     for (std::uint64_t adapter = 0; adapter < 3; ++adapter) {
       for (std::int64_t rows = 1; rows <= 4; ++rows) {
@@ -75,46 +82,62 @@ TEST_F(StepGraphsTest, ForgetsTheGraphsOfOneAdapter) {
   EXPECT_EQ(graphs.num_graphs(), 8u);
   EXPECT_LE(graphs.bytes(), bytes);
   num_enqueued_ = 0;
-  for (std::uint64_t adapter = 0; adapter < 3; ++adapter) {
+  for (const std::uint64_t adapter : {0, 2, 1}) {
     ASSERT_EQ(Run(&graphs, {.num_rows = 2, .adapter = adapter}, 9), absl::OkStatus());
+    EXPECT_EQ(Value(0), adapter == 1 ? 9 : 1) << "adapter " << adapter << ", captured with 1";
   }
   EXPECT_EQ(num_enqueued_, 1) << "the forgotten one, as it is";
-  EXPECT_EQ(Value(0), 9);
 }
 
-// Large graphs one after the other, each dropped while it may still run.
-TEST_F(StepGraphsTest, TakesNoMoreThanItsBytesByDroppingTheOldest) {
-  StepGraphs unbounded(stream_->handle(), std::numeric_limits<std::uint64_t>::max());
-  constexpr int kGraphs = 24;
+TEST_F(StepGraphsTest, KeepsTheKeysThatRanLast) {
+  StepGraphs graphs(stream_->handle(), {.max_keys = 5});
+  for (std::int64_t rows = 0; rows < 20; ++rows) {
+    for (int run = 0; run < 3; ++run) {
+      // Dropped while it may still run.
+      ASSERT_EQ(Run(&graphs, {.num_rows = rows}, static_cast<std::size_t>(rows), kNodes), absl::OkStatus());
+    }
+    ASSERT_EQ(Run(&graphs, {.num_rows = 0}, 0, kNodes), absl::OkStatus());
+    EXPECT_LE(graphs.num_graphs(), 5u);
+  }
+  num_enqueued_ = 0;
+  for (const std::int64_t rows : {0, 16, 17, 18, 19}) {
+    ASSERT_EQ(Run(&graphs, {.num_rows = rows}, 99, kNodes), absl::OkStatus());
+    EXPECT_EQ(Value(kNodes - 1), rows);
+  }
+  EXPECT_EQ(num_enqueued_, 0) << "kept";
+  ASSERT_EQ(Run(&graphs, {.num_rows = 15}, 50, kNodes), absl::OkStatus());
+  EXPECT_EQ(Value(kNodes - 1), 50) << "dropped, so run as it is";
+}
+
+TEST_F(StepGraphsTest, TakesNoMoreThanItsBytes) {
+  constexpr std::int64_t kGraphs = 24;
   const auto run_all = [&](StepGraphs* graphs) {
     for (std::int64_t rows = 0; rows < kGraphs; ++rows) {
       for (int run = 0; run < 3; ++run) {
-        ASSERT_EQ(Run(graphs, {.num_rows = rows}, static_cast<int>(rows) + 1, kNodes), absl::OkStatus());
+        ASSERT_EQ(Run(graphs, {.num_rows = rows}, static_cast<std::size_t>(rows), kNodes), absl::OkStatus());
       }
-      EXPECT_EQ(Value(kNodes - 1), rows + 1);
+      EXPECT_EQ(Value(kNodes - 1), rows);
     }
   };
-  run_all(&unbounded);
-  std::printf("%d graphs of %d nodes: %s\n", kGraphs, kNodes, FormatBytes(unbounded.bytes()).c_str());
-  ASSERT_EQ(unbounded.num_graphs(), std::size_t{kGraphs});
-  ASSERT_GT(unbounded.bytes(), 8 * kMiB) << "the driver gives out 2 MiB at a time";
-  const std::uint64_t limit = unbounded.bytes() / 4;
-  unbounded.Forget(0);
-  EXPECT_EQ(unbounded.bytes(), 0u);
-
-  StepGraphs graphs(stream_->handle(), limit);
-  const std::uint64_t before = DriverMemory(Device::kCuda)->free_bytes;
-  for (int round = 0; round < 3; ++round) {
+  StepGraphLimits limits{.max_bytes = kGiB};
+  {
+    StepGraphs graphs(stream_->handle(), limits);
     run_all(&graphs);
-    EXPECT_LE(graphs.bytes(), limit) << "one alone is always kept";
+    std::printf("%zu graphs of %zu kernels: %s\n", graphs.num_graphs(), kNodes, FormatBytes(graphs.bytes()).c_str());
+    EXPECT_EQ(graphs.num_graphs(), static_cast<std::size_t>(kGraphs));
+    limits.max_bytes = graphs.bytes() / 3;
+    graphs.Forget(0);
+    EXPECT_EQ(graphs.bytes(), 0u);
   }
+  StepGraphs graphs(stream_->handle(), limits);
+  const std::uint64_t before = DriverMemory(Device::kCuda)->free_bytes;
+  for (int round = 0; round < 3; ++round) run_all(&graphs);
   const std::uint64_t after = DriverMemory(Device::kCuda)->free_bytes;
-  std::printf("bounded by %s: %zu graphs of %s, the driver's free memory fell by %s\n", FormatBytes(limit).c_str(),
-              graphs.num_graphs(), FormatBytes(graphs.bytes()).c_str(), FormatBytes(before > after ? before - after : 0).c_str());
-  num_enqueued_ = 0;
-  ASSERT_EQ(Run(&graphs, {.num_rows = kGraphs - 1}, 99, kNodes), absl::OkStatus());
-  EXPECT_EQ(num_enqueued_, 0) << "the newest is kept";
-  EXPECT_EQ(Value(0), 99);
+  const std::uint64_t fell = before > after ? before - after : 0;
+  std::printf("limit %s: %zu graphs of %s, the driver's free memory fell by %s\n", FormatBytes(limits.max_bytes).c_str(),
+              graphs.num_graphs(), FormatBytes(graphs.bytes()).c_str(), FormatBytes(fell).c_str());
+  EXPECT_TRUE(graphs.bytes() <= limits.max_bytes || graphs.num_graphs() == 1) << "the one that runs is kept";
+  EXPECT_LE(fell, 3 * limits.max_bytes + 4 * kMiB) << "72 captures";
 }
 
 }  // namespace
