@@ -85,9 +85,10 @@ PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, int rank, std::int64
   const std::int64_t head = columns + rows * d + 2 * head_rows * d + head_tile;
   const std::int64_t head_gradient = columns + 2 * rows * d + head_rows * d;
   const std::int64_t backward = 2 * columns + rows * d + forward_rows + unnormed;
-  const std::int64_t mlp_backward = backward + tile_rows * (3 * d + 4 * f + 2 * rank);
-  const std::int64_t output_backward = backward + rows * (qkv + q) + tile_rows * (2 * d + 2 * rank);
-  const std::int64_t qkv_backward = backward + rows * qkv + tile_rows * (3 * d + 2 * rank);
+  const std::int64_t lora = 4 * rank;  // x through A, and the gradients of up to three linears of one product
+  const std::int64_t mlp_backward = backward + tile_rows * (3 * d + 4 * f + lora);
+  const std::int64_t output_backward = backward + rows * (qkv + q) + tile_rows * (2 * d + lora);
+  const std::int64_t qkv_backward = backward + rows * qkv + tile_rows * (3 * d + lora);
 
   PolicyMemory memory;
   memory.working_bytes =
