@@ -27,6 +27,8 @@
 
 ABSL_FLAG(int, content_limit_gib, 64, "data sets and adapters kept under --data_dir, in GiB");
 ABSL_FLAG(int, peer_patience_minutes, 60, "how long a job waits for rollout_server before it is paused");
+ABSL_FLAG(bool, deterministic_attention, false,
+          "on a GPU: attention whose gradients are the same bit for bit each time, at about half of the speed on Hopper");
 
 namespace tandem {
 namespace {
@@ -98,20 +100,22 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   const std::byte* const weights = pool->region(v1::REGION_KIND_WEIGHTS).data();
   std::span<std::byte> kv_scales = pool->region(v1::REGION_KIND_ROLLOUT_STANDING);
   if (kv_scales.size() < KvScaleTable::Bytes(description.config)) kv_scales = {};  // nor has a cache in fp8 room there
-  const PolicyDevice policy_device{device, compute.stream.get(), compute.gemm.get(), kv_scales};
+  const PolicyDevice policy_device{device,
+                                   compute.stream.get(),
+                                   compute.gemm.get(),
+                                   kv_scales,
+                                   {.is_deterministic = absl::GetFlag(FLAGS_deterministic_attention)}};
   environment.make_policy = [&description, &layout, weights, policy_device](const AdapterMemory& memory,
                                                                             const PolicyOptions& options) {
     return PolicyModel::Create(description.config, layout, weights, memory, options, policy_device);
   };
-  environment.enter_arena = [device](std::span<std::byte> elastic) {
-    return std::make_unique<ArenaPhase>(elastic, device);
-  };
-  TANDEM_LOG(kInfo, "main", "compute device=", DescribeDevice(device), " weights=", StorageFormatName(description.format),
-             " products=",
-             device == Device::kCpu            ? "fp32"
-             : IsQuantized(description.format) ? "bf16(dequantised)"
-                                               : "bf16",
-             " attention=", device == Device::kCpu ? "own(packed)" : CudaAttentionName(description.config));
+  environment.enter_arena = [device](std::span<std::byte> elastic) { return std::make_unique<ArenaPhase>(elastic, device); };
+  TANDEM_LOG(
+      kInfo, "main", "compute device=", DescribeDevice(device), " weights=", StorageFormatName(description.format), " products=",
+      device == Device::kCpu            ? "fp32"
+      : IsQuantized(description.format) ? "bf16(dequantised)"
+                                        : "bf16",
+      " attention=", device == Device::kCpu ? "own(packed)" : CudaAttentionName(description.config, policy_device.attention));
   JobRunner runner(store.get(), environment, {.directory = config.data_dir});
   const JobSurroundings surroundings{description.config, encoder, content.get(), environment.node_memory};
   JobService service(
@@ -146,8 +150,5 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
 int main(int argc, char** argv) {
   const tandem::DaemonConfig config = tandem::Daemon::ParseFlags(argc, argv, "trainer_server", tandem::v1::ROLE_TRAINER,
                                                                  "127.0.0.1:7070", "127.0.0.1:9090", "127.0.0.1:7071");
-  const absl::StatusOr<int> code = tandem::Run(config);
-  if (code.ok()) return *code;
-  TANDEM_LOG(kError, "main", "could not start: ", code.status().ToString());
-  return 2;
+  return tandem::Daemon::ExitCode(config, tandem::Run(config));
 }

@@ -1,5 +1,6 @@
 // Stands in for device_cuda.cc where the build has no device code.
 #include "common/gpu/cuda_device.h"
+#include "common/gpu/stage_clock.h"
 
 namespace tandem {
 
@@ -17,6 +18,7 @@ absl::StatusOr<DeviceMemoryUse> CudaDriverMemory() { return BuiltWithoutCuda("dr
 absl::Status CudaContextHealth() { return BuiltWithoutCuda("device context"); }
 absl::Status CudaSynchronize() { return BuiltWithoutCuda("device fence"); }
 absl::StatusOr<std::unique_ptr<Stream>> CreateCudaStream() { return BuiltWithoutCuda("stream"); }
+absl::StatusOr<std::unique_ptr<StageClock>> CreateCudaStageClock() { return BuiltWithoutCuda("stage clock"); }
 absl::StatusOr<std::unique_ptr<HostBuffer>> CreatePinnedBuffer(std::size_t) { return BuiltWithoutCuda("pinned memory"); }
 
 }  // namespace internal

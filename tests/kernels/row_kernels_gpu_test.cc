@@ -100,25 +100,30 @@ TEST_F(RowKernelsGpuTest, SwigluAndItsGradientEqualTheReference) {
       const double relative = LastPlace(dtype) + 8 * LastPlace(DType::kFp32);
       ExpectClose(device_output.Read(dtype, what), output, relative, 1e-30, what);
 
-      SwigluBackwardParams backward{.dtype = dtype, .gate_up = device_gate_up.floats(), .grad_output = device_grad_output.data()};
+      HostArray gate_up_again(dtype, 2 * count), output_again(dtype, count);
+      for (std::int64_t k = 0; k < 2 * count; ++k) gate_up_again.Set(k, static_cast<float>(gate_up.Get(k)));
+      const DeviceArray device_gate_up_again(gate_up_again, offset), device_output_again(output_again, offset);
+      SwigluBackwardParams backward{
+          .dtype = dtype, .gate_up = device_gate_up_again.data(), .grad_output = device_grad_output.data()};
       backward.grad_gate_up = device_gradient.data();
+      backward.output = device_output_again.data();
       backward.num_rows = shape.num_rows;
       backward.width = shape.width;
       if (!Fence(SwigluBackward(backward, Device::kCuda, stream()), what)) return;
-      ExpectClose(device_gate_up.Read(DType::kFp32, what), gate_up, 0, 1e-30, what + " input");
-      backward.gate_up = gate_up.floats();
+      ExpectClose(device_gate_up_again.Read(dtype, what), gate_up_again, 0, 1e-30, what + " input");
+      backward.gate_up = gate_up_again.data();
       backward.grad_output = grad_output.data();
       backward.grad_gate_up = gradient.data();
+      backward.output = output_again.data();
       ASSERT_EQ(SwigluBackward(backward, Device::kCpu, nullptr), absl::OkStatus());
       // 1 + g (1 - s) is up to 9 and cancels near g = -1.28; times an `up` of 8.
       ExpectClose(device_gradient.Read(dtype, what), gradient, relative, 64 * LastPlace(DType::kFp32), what + " backward");
-      if (dtype == DType::kFp32) {
-        backward.gate_up = device_gate_up.floats();
-        backward.grad_output = device_grad_output.data();
-        backward.grad_gate_up = device_gate_up.data();
-        if (!Fence(SwigluBackward(backward, Device::kCuda, stream()), what)) return;
-        ExpectClose(device_gate_up.Read(dtype, what), gradient, relative, 64 * LastPlace(dtype), what + " in place");
-      }
+      ExpectClose(device_output_again.Read(dtype, what), output_again, relative, 1e-30, what + " output again");
+      backward.gate_up = backward.grad_gate_up = device_gate_up_again.data();
+      backward.grad_output = device_grad_output.data();
+      backward.output = device_output_again.data();
+      if (!Fence(SwigluBackward(backward, Device::kCuda, stream()), what)) return;
+      ExpectClose(device_gate_up_again.Read(dtype, what), gradient, relative, 64 * LastPlace(DType::kFp32), what + " in place");
     }
   }
 }

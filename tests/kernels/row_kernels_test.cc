@@ -68,11 +68,12 @@ TEST(SwigluTest, EqualsTheFormulaAndItsGradientTheFiniteDifference) {
   ASSERT_EQ(
       Swiglu({.gate_up = gate_up.floats(), .output = output.data(), .num_rows = kRows, .width = kWidth}, Device::kCpu, nullptr),
       absl::OkStatus());
-  HostArray gradient = gate_up;
+  HostArray gradient = gate_up, output_again(DType::kFp32, kRows * kWidth);
   const HostArray grad_output = HostArray::Random(DType::kFp32, kRows * kWidth, 2);
-  ASSERT_EQ(SwigluBackward({.gate_up = gradient.floats(),
+  ASSERT_EQ(SwigluBackward({.gate_up = gradient.data(),
                             .grad_output = grad_output.data(),
                             .grad_gate_up = gradient.data(),
+                            .output = output_again.data(),
                             .num_rows = kRows,
                             .width = kWidth},
                            Device::kCpu, nullptr),
@@ -82,6 +83,7 @@ TEST(SwigluTest, EqualsTheFormulaAndItsGradientTheFiniteDifference) {
       const std::int64_t gate_at = row * 2 * kWidth + i, up_at = gate_at + kWidth;
       const double gate = gate_up.Get(gate_at), up = gate_up.Get(up_at), grad = grad_output.Get(row * kWidth + i);
       EXPECT_NEAR(output.Get(row * kWidth + i), Silu(gate) * up, 1e-6);
+      EXPECT_EQ(output_again.Get(row * kWidth + i), output.Get(row * kWidth + i));
       EXPECT_NEAR(gradient.Get(gate_at), grad * up * (Silu(gate + kStep) - Silu(gate - kStep)) / (2 * kStep), 1e-6);
       EXPECT_NEAR(gradient.Get(up_at), grad * Silu(gate), 1e-6);
     }

@@ -47,9 +47,10 @@ void CpuBackend<T>::Swiglu(const Sum* gate_up, T* activated, std::int64_t rows) 
 }
 
 template <typename T>
-void CpuBackend<T>::SwigluBackward(const Sum*, const T* grad_activated, T* grad_gate_up, std::int64_t rows) {
+void CpuBackend<T>::SwigluBackward(T* gate_up, const T* grad_activated, T* activated, std::int64_t rows) {
   ParallelFor(rows, kRowGrain, [&](std::int64_t begin, std::int64_t end) {
-    ops_->swiglu_backward(grad_gate_up + begin * 2 * f(), grad_activated + begin * f(), end - begin, f());
+    ops_->swiglu(gate_up + begin * 2 * f(), activated + begin * f(), end - begin, f());
+    ops_->swiglu_backward(gate_up + begin * 2 * f(), grad_activated + begin * f(), end - begin, f());
   });
 }
 

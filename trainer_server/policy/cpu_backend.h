@@ -11,6 +11,7 @@
 #include <memory>
 #include <span>
 
+#include "common/gpu/stage_clock.h"
 #include "common/torch/buffer.h"
 #include "common/torch/matrix.h"
 #include "common/torch/rope_table.h"
@@ -21,6 +22,7 @@
 #include "trainer_server/policy/network_weights.h"
 #include "trainer_server/policy/packed_attention.h"
 #include "trainer_server/policy/policy_memory.h"
+#include "trainer_server/policy/policy_model.h"
 
 namespace tandem {
 
@@ -41,14 +43,20 @@ class CpuBackend {
   };
   using AfterQkv = typename NetworkWeights<T>::AfterQkv;
 
-  CpuBackend(const ModelConfig& config, const LinearHead<T>& head)
-      : config_(config), head_(head), ops_(&vector_ops<T>()), rope_(config) {}
+  CpuBackend(const ModelConfig& config, const LinearHead<T>& head, StageClock* clock = nullptr)
+      : config_(config), head_(head), clock_(clock), ops_(&vector_ops<T>()), rope_(config) {}
+
+  // What follows belongs to `stage`, a literal, of the pass's time.
+  void Enter(const char* stage) {
+    if (clock_ != nullptr) clock_->Enter(stage, nullptr);
+  }
 
   std::unique_ptr<Plan> MakePlan(const MicroBatch& batch);
   // Memory for the layer inputs of a micro-batch of `num_rows`, of which `num_head_rows` are scored with adapters of `rank`.
   std::unique_ptr<LayerInputs> KeepLayerInputs(std::int64_t num_rows, std::int64_t, std::int64_t) {
     return std::make_unique<LayerInputs>(config_.num_layers, num_rows * d());
   }
+  PassMemory last_pass() const { return {}; }  // what KeepLayerInputs chose
   void Copy(T* to, const T* from, std::int64_t count) { std::copy_n(from, count, to); }
   void Round(const Sum* from, T* to, std::int64_t count) { std::copy_n(from, count, to); }  // sums to elements
   void Widen(const T* from, Sum* to, std::int64_t count) { std::copy_n(from, count, to); }  // elements to sums
@@ -71,8 +79,8 @@ class CpuBackend {
   void AddProduct(Matrix<const T> a, Matrix<const T> b, Matrix<Sum> c, double alpha) { tandem::Multiply(a, b, c, alpha, 1); }
   // gate_up: [rows, 2 f]; activated: [rows, f].
   void Swiglu(const Sum* gate_up, T* activated, std::int64_t rows);
-  // grad_gate_up is gate_up where T is Sum, else elsewhere.
-  void SwigluBackward(const Sum* gate_up, const T* grad_activated, T* grad_gate_up, std::int64_t rows);
+  // Makes `activated` anew; `gate_up` becomes its gradient.
+  void SwigluBackward(T* gate_up, const T* grad_activated, T* activated, std::int64_t rows);
   // Bias, norms of q's and k's heads where the family has them, rotary embedding. `product` is qkv where T is Sum, else
   // elsewhere. `unnormed` (null: not kept): [rows, q + kv], q and k as they go into the norms. The three hold the plan's rows
   // from `first_row` on.
@@ -121,6 +129,7 @@ class CpuBackend {
 
   ModelConfig config_;
   LinearHead<T> head_;
+  StageClock* clock_;
   const VectorOps<T>* ops_;
   RopeTable<T> rope_;
 };

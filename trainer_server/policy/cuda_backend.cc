@@ -10,6 +10,7 @@
 
 #include "common/base/log.h"
 #include "common/gpu/cuda_status.h"
+#include "common/torch/arena_allocator.h"
 #include "kernels/embedding/embedding.h"
 #include "kernels/kv_cache/kv_cache.h"
 #include "kernels/rms_norm/rms_norm.h"
@@ -17,13 +18,10 @@
 #include "kernels/row_ops/row_ops.h"
 #include "kernels/swiglu/swiglu.h"
 #include "kernels/token_logprob/token_logprob.h"
+#include "trainer_server/policy/flash_attention.h"
 
 namespace tandem {
 namespace {
-
-constexpr std::int64_t kHeadScratchBytes = std::int64_t{256} << 20;
-constexpr std::int64_t kHeadRows = 1024;
-constexpr std::int64_t kHeadColumns = 16384;
 
 void Check(const absl::Status& status) { TORCH_CHECK(status.ok(), std::string(status.message())); }
 void CheckCuda(cudaError_t error, const char* what) { Check(CudaToStatus(error, what)); }
@@ -148,10 +146,7 @@ std::unique_ptr<typename CudaBackend<T>::Plan> CudaBackend<T>::MakePlan(const Mi
   plan->indices = Upload(std::span<const std::int32_t>(arrays.values()));
   arrays.Place(plan->indices.data());
 
-  if constexpr (kDType == DType::kBf16) {
-    const FlashRows rows(batch);
-    if (rows.is_served && FlashAttention::Serves(config_)) plan->flash.emplace(config_, rows, stream_->handle());
-  }
+  if constexpr (kDType == DType::kBf16) plan->fused_attention = MakeFusedAttention(batch);
   if (kv_scales_.has_value()) {
     const absl::StatusOr<bool> are_set = kv_scales_->AreSet();
     Check(are_set.status());
@@ -172,6 +167,39 @@ std::unique_ptr<typename CudaBackend<T>::Plan> CudaBackend<T>::MakePlan(const Mi
 template <typename T>
 void CudaBackend<T>::CopyBytes(void* to, const void* from, std::size_t size) {
   CheckCuda(cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream_->handle())), "copy");
+}
+
+template <typename T>
+std::unique_ptr<typename CudaBackend<T>::LayerInputs> CudaBackend<T>::KeepLayerInputs(std::int64_t num_rows,
+                                                                                      std::int64_t num_head_rows,
+                                                                                      std::int64_t rank) {
+  const PolicyMemory memory = PlanPolicyMemory(config_, format_, static_cast<int>(rank), num_rows, num_head_rows);
+  const std::uint64_t free_bytes = LargestFreeArenaBytes(Device::kCuda);
+  const std::uint64_t spare_bytes = free_bytes - std::min(free_bytes, memory.working_bytes);
+  const auto spare_slots = static_cast<std::int64_t>(spare_bytes / std::max<std::uint64_t>(memory.layer_input_bytes, 1));
+  const std::int64_t num_slots = std::min<std::int64_t>(std::max(spare_slots, kMinLayerInputSlots), config_.num_layers);
+  Check(layer_input_host_->Reserve(memory.layer_input_bytes * static_cast<std::uint64_t>(config_.num_layers - num_slots)));
+  last_pass_ = {num_slots, memory.layer_input_bytes * static_cast<std::uint64_t>(config_.num_layers - num_slots)};
+  return std::make_unique<LayerInputs>(config_.num_layers, num_slots, num_rows * d(), layer_input_host_.get(), stream_,
+                                       copy_stream_.get());
+}
+
+template <typename T>
+void CudaBackend<T>::Round(const Sum* from, T* to, std::int64_t count) {
+  if constexpr (kDType == DType::kFp32) {
+    CopyBytes(to, from, static_cast<std::size_t>(count) * sizeof(T));
+  } else {
+    Check(ConvertToBf16({.input = from, .output = to, .count = count}, stream_->handle()));
+  }
+}
+
+template <typename T>
+void CudaBackend<T>::Widen(const T* from, Sum* to, std::int64_t count) {
+  if constexpr (kDType == DType::kFp32) {
+    CopyBytes(to, from, static_cast<std::size_t>(count) * sizeof(T));
+  } else {
+    Check(ConvertToFp32({.input = from, .output = to, .count = count}, stream_->handle()));
+  }
 }
 
 template <typename T>
@@ -254,18 +282,20 @@ void CudaBackend<T>::Swiglu(const Sum* gate_up, T* activated, std::int64_t rows)
 }
 
 template <typename T>
-void CudaBackend<T>::SwigluBackward(const Sum* gate_up, const T* grad_activated, T* grad_gate_up, std::int64_t rows) {
+void CudaBackend<T>::SwigluBackward(T* gate_up, const T* grad_activated, T* activated, std::int64_t rows) {
   Check(tandem::SwigluBackward({.dtype = kDType,
                                 .gate_up = gate_up,
                                 .grad_output = grad_activated,
-                                .grad_gate_up = grad_gate_up,
+                                .grad_gate_up = gate_up,
+                                .output = activated,
                                 .num_rows = rows,
                                 .width = f()},
                                Device::kCuda, stream_->handle()));
 }
 
 template <typename T>
-void CudaBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, const Sum* product, T* qkv, T* unnormed) {
+void CudaBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, std::int64_t first_row, std::int64_t rows, const Sum* product,
+                               T* qkv, T* unnormed) {
   const std::int64_t q = config_.q_size(), kv = config_.kv_size(), width = q + 2 * kv;
   // Rows for pages.
   Check(RopeAndCache({.dtype = kDType,
@@ -277,11 +307,11 @@ void CudaBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, const Sum* p
                       .q_norm = weights.q_norm,
                       .k_norm = weights.k_norm,
                       .epsilon = config_.rms_norm_epsilon,
-                      .num_rows = plan->num_rows,
+                      .num_rows = rows,
                       .num_heads = config_.num_heads,
                       .num_kv_heads = config_.num_kv_heads,
                       .head_dim = config_.head_dim,
-                      .positions = plan->positions,
+                      .positions = plan->positions + first_row,
                       .cosines = plan->cosines.data(),
                       .sines = plan->sines.data(),
                       .keys = qkv + q,
@@ -327,6 +357,19 @@ void CudaBackend<T>::FinishQkvBackward(Plan* plan, const AfterQkv& weights, cons
 }
 
 template <typename T>
+std::unique_ptr<FusedAttention> CudaBackend<T>::MakeFusedAttention(const MicroBatch& batch) {
+  const AttentionRows rows(batch);
+  if (!rows.is_served) return nullptr;
+  if (!attention_.is_deterministic && CudnnAttention::Serves(config_)) {
+    if (cudnn_graphs_ == nullptr) cudnn_graphs_ = std::make_unique<CudnnGraphs>(config_);
+    return std::make_unique<CudnnAttention>(config_, rows, attention_.scratch_limit_bytes, cudnn_graphs_.get(),
+                                            stream_->handle());
+  }
+  if (!FlashAttention::Serves(config_)) return nullptr;
+  return std::make_unique<FlashAttention>(config_, rows, stream_->handle());
+}
+
+template <typename T>
 PackedAttentionParams CudaBackend<T>::Attention(const Plan& plan, const T* qkv, T* output, Sum* lse) const {
   return {.dtype = kDType,
           .rows = plan.packed_rows,
@@ -340,8 +383,8 @@ PackedAttentionParams CudaBackend<T>::Attention(const Plan& plan, const T* qkv, 
 
 template <typename T>
 void CudaBackend<T>::AttentionForward(Plan* plan, const T* qkv, T* output, Sum* lse) {
-  if (plan->flash.has_value()) {
-    plan->flash->Forward(qkv, output, lse);
+  if (plan->fused_attention != nullptr) {
+    plan->fused_attention->Forward(qkv, output, lse);
     return;
   }
   Check(PackedAttentionForward(Attention(*plan, qkv, output, lse), stream_->handle()));
@@ -350,8 +393,8 @@ void CudaBackend<T>::AttentionForward(Plan* plan, const T* qkv, T* output, Sum* 
 template <typename T>
 void CudaBackend<T>::AttentionBackward(Plan* plan, const T* qkv, const T* output, const Sum* lse, const T* grad_output,
                                        T* grad_qkv) {
-  if (plan->flash.has_value()) {
-    plan->flash->Backward(qkv, output, lse, grad_output, grad_qkv);
+  if (plan->fused_attention != nullptr) {
+    plan->fused_attention->Backward(qkv, output, lse, grad_output, grad_qkv);
     return;
   }
   const Buffer<float> delta(plan->num_rows * config_.num_heads);
@@ -395,21 +438,9 @@ void CudaBackend<T>::NormHeadRows(Plan* plan, const Sum* hidden, const T* weight
 }
 
 template <typename T>
-typename CudaBackend<T>::HeadTile CudaBackend<T>::ChooseHeadTile(std::int64_t num_head_rows) const {
-  HeadTile tile;
-  tile.columns = std::min(head_.vocab_size, head_.vocab_tile > 0 ? head_.vocab_tile : kHeadColumns);
-  const std::int64_t row_bytes = tile.columns * static_cast<std::int64_t>(sizeof(float) + sizeof(T)) +
-                                 d() * static_cast<std::int64_t>(sizeof(float)) +
-                                 static_cast<std::int64_t>(sizeof(TokenLogprobState));
-  const std::int64_t wanted = std::min(head_.row_tile > 0 ? head_.row_tile : kHeadRows, kHeadScratchBytes / row_bytes);
-  tile.rows = std::max<std::int64_t>(std::min(wanted, num_head_rows), 1);
-  return tile;
-}
-
-template <typename T>
 LinearLogprobs CudaBackend<T>::HeadForward(Plan* plan, const T* head_input, T* unit_gradient) {
   const std::int64_t num_rows = plan->num_head_rows;
-  const HeadTile tile = ChooseHeadTile(num_rows);
+  const HeadTile tile = HeadTileOf(num_rows);
   const bool is_separate = kDType != DType::kFp32 && unit_gradient != nullptr;
   const Buffer<float> products(tile.rows * tile.columns), pulled(unit_gradient == nullptr ? 0 : tile.rows * d());
   const Buffer<T> separate(is_separate ? tile.rows * tile.columns : 0);
@@ -473,7 +504,7 @@ template <typename T>
 void CudaBackend<T>::HeadBackward(Plan* plan, const T* head_input, const LinearLogprobs& forward,
                                   std::span<const double> grad_logprobs, std::span<const double> grad_entropies, T* grad_head) {
   const std::int64_t num_rows = plan->num_head_rows;
-  const HeadTile tile = ChooseHeadTile(num_rows);
+  const HeadTile tile = HeadTileOf(num_rows);
   constexpr bool kIsSeparate = kDType != DType::kFp32;
   const Buffer<float> products(tile.rows * tile.columns), sum(tile.rows * d());
   const Buffer<T> separate(kIsSeparate ? tile.rows * tile.columns : 0);

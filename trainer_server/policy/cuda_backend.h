@@ -26,9 +26,13 @@
 #include "kernels/packed_attention/packed_attention.h"
 #include "kernels/row_ops/row_ops.h"
 #include "trainer_server/batch/micro_batch.h"
-#include "trainer_server/policy/flash_attention.h"
+#include "trainer_server/policy/cuda_layer_inputs.h"
+#include "trainer_server/policy/cudnn_attention.h"
+#include "trainer_server/policy/fused_attention.h"
 #include "trainer_server/policy/linear_logprob.h"
 #include "trainer_server/policy/network_weights.h"
+#include "trainer_server/policy/policy_memory.h"
+#include "trainer_server/policy/policy_model.h"
 
 namespace tandem {
 
@@ -40,7 +44,8 @@ class CudaBackend {
   template <typename U>
   using Buffer = tandem::Buffer<U, Device::kCuda>;
   using AfterQkv = typename NetworkWeights<T>::AfterQkv;
-  static constexpr std::int64_t kMlpRows = 4096;
+  using LayerInputs = CudaLayerInputs<T>;
+  static constexpr std::int64_t kTileRows = kCudaTileRows;
 
   struct Plan {
     std::int64_t num_rows = 0, num_head_rows = 0, num_hidden_rows = 0;  // hidden rows: those that head rows read, each once
@@ -53,22 +58,38 @@ class CudaBackend {
     const std::int32_t* head_offsets = nullptr;  // [num_hidden_rows + 1]: head rows of each hidden row, in head_members
     const std::int32_t* head_members = nullptr;  // [num_head_rows]
     PackedRows packed_rows;
-    Buffer<float> cosines, sines;         // [positions, head_dim / 2]
-    std::optional<FlashAttention> flash;  // where it serves
-    bool rounds_kv = false;               // keys and values, as the rollout server's cache in fp8 does
+    Buffer<float> cosines, sines;                     // [positions, head_dim / 2]
+    std::unique_ptr<FusedAttention> fused_attention;  // null: the own kernel
+    bool rounds_kv = false;                           // keys and values, as the rollout server's cache in fp8 does
   };
 
-  // `head`: weight on the device; its tiles are upper bounds, 0: the backend's own. `stream` and `gemm` outlive the
-  // backend and are used by nobody else meanwhile. `kv_scales`: of the layers' AfterQkv, looked at by each MakePlan.
-  CudaBackend(const ModelConfig& config, const LinearHead<T>& head, Stream* stream, Gemm* gemm,
-              std::optional<KvScaleTable> kv_scales = std::nullopt)
-      : config_(config), head_(head), stream_(stream), gemm_(gemm), kv_scales_(std::move(kv_scales)), rope_(config) {}
+  // `head`: weight on the device; its row tile is an upper bound, 0: chosen. `format`: of the base. What `device` names
+  // outlives the backend; `copy_stream` carries layer inputs to the host and back. `kv_scales`: of
+  // the layers' AfterQkv, looked at by each MakePlan.
+  CudaBackend(const ModelConfig& config, StorageFormat format, const LinearHead<T>& head, const PolicyDevice& device,
+              std::unique_ptr<Stream> copy_stream, std::optional<KvScaleTable> kv_scales = std::nullopt)
+      : config_(config),
+        format_(format),
+        head_(head),
+        stream_(device.stream),
+        copy_stream_(std::move(copy_stream)),
+        gemm_(device.gemm),
+        clock_(device.clock),
+        kv_scales_(std::move(kv_scales)),
+        attention_(device.attention),
+        rope_(config),
+        layer_input_host_(std::make_unique<LayerInputHost>()) {}
 
-  std::unique_ptr<Plan> MakePlan(const MicroBatch& batch);
-  template <typename U>
-  void Copy(U* to, const U* from, std::int64_t count) {
-    CopyBytes(to, from, static_cast<std::size_t>(count) * sizeof(U));
+  void Enter(const char* stage) {
+    if (clock_ != nullptr) clock_->Enter(stage, stream_->handle());
   }
+  std::unique_ptr<Plan> MakePlan(const MicroBatch& batch);
+  // As many layers' inputs stay on the device as the arena has room for beside the pass.
+  std::unique_ptr<LayerInputs> KeepLayerInputs(std::int64_t num_rows, std::int64_t num_head_rows, std::int64_t rank);
+  PassMemory last_pass() const { return last_pass_; }
+  void Copy(T* to, const T* from, std::int64_t count) { CopyBytes(to, from, static_cast<std::size_t>(count) * sizeof(T)); }
+  void Round(const Sum* from, T* to, std::int64_t count);
+  void Widen(const T* from, Sum* to, std::int64_t count);
   void Zero(Sum* to, std::int64_t count);
   Matrix<const T> ToElements(Matrix<const Sum> x, Matrix<T> scratch);
   Matrix<const T> Values(const LinearWeight<T>& weight, std::int64_t outputs, std::int64_t inputs, T* scratch);
@@ -81,9 +102,10 @@ class CudaBackend {
   }
   void AddProduct(Matrix<const T> a, Matrix<const T> b, Matrix<Sum> c, double alpha);
   void Swiglu(const Sum* gate_up, T* activated, std::int64_t rows);
-  void SwigluBackward(const Sum* gate_up, const T* grad_activated, T* grad_gate_up, std::int64_t rows);
+  void SwigluBackward(T* gate_up, const T* grad_activated, T* activated, std::int64_t rows);
   // Keys and values that are rounded to E4M3 pass their gradients straight through, saturated ones too.
-  void FinishQkv(Plan* plan, const AfterQkv& weights, const Sum* product, T* qkv, T* unnormed);
+  void FinishQkv(Plan* plan, const AfterQkv& weights, std::int64_t first_row, std::int64_t rows, const Sum* product, T* qkv,
+                 T* unnormed);
   void FinishQkvBackward(Plan* plan, const AfterQkv& weights, const T* unnormed, T* grad_qkv);
   void AttentionForward(Plan* plan, const T* qkv, T* output, Sum* lse);
   void AttentionBackward(Plan* plan, const T* qkv, const T* output, const Sum* lse, const T* grad_output, T* grad_qkv);
@@ -123,20 +145,26 @@ class CudaBackend {
   Buffer<U> Upload(std::span<const U> values);
   void Run(const MatrixView& a, const MatrixView& b, const MatrixView& c, double alpha, double beta);
   void NormHeadsBackward(const Plan& plan, const T* weight, const T* unnormed, T* grad, std::int64_t num_heads);
+  std::unique_ptr<FusedAttention> MakeFusedAttention(const MicroBatch& batch);
   PackedAttentionParams Attention(const Plan& plan, const T* qkv, T* output, Sum* lse) const;
-  // Rows and columns of one tile of the head, whose scratch stays below 256 MiB.
-  struct HeadTile {
-    std::int64_t rows, columns;
-  };
-  HeadTile ChooseHeadTile(std::int64_t num_head_rows) const;
+  HeadTile HeadTileOf(std::int64_t num_head_rows) const {
+    return ChooseHeadTile(config_, sizeof(T), head_.row_tile, num_head_rows);
+  }
 
   ModelConfig config_;
+  StorageFormat format_;
   LinearHead<T> head_;
   Stream* stream_;
+  std::unique_ptr<Stream> copy_stream_;
   Gemm* gemm_;
+  StageClock* clock_;
   std::optional<KvScaleTable> kv_scales_;
   bool is_rounding_logged_ = false;
+  AttentionOptions attention_;
+  std::unique_ptr<CudnnGraphs> cudnn_graphs_;  // from the first micro-batch that cuDNN serves
   RopeTable<float> rope_;
+  std::unique_ptr<LayerInputHost> layer_input_host_;
+  PassMemory last_pass_;
 };
 
 }  // namespace tandem

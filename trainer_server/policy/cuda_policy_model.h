@@ -10,7 +10,7 @@
 namespace tandem {
 
 // What computes attention there, for a log.
-std::string CudaAttentionName(const ModelConfig& config);
+std::string CudaAttentionName(const ModelConfig& config, const AttentionOptions& options);
 
 // Computes in the weights' type: bf16, or fp32. Requires: the arguments as PolicyModel::Create checked them. Errors:
 // INVALID_ARGUMENT (storage format, head size), UNIMPLEMENTED (no device code in this build).

@@ -3,7 +3,7 @@
 
 namespace tandem {
 
-std::string CudaAttentionName(const ModelConfig&) { return "none"; }
+std::string CudaAttentionName(const ModelConfig&, const AttentionOptions&) { return "none"; }
 
 absl::StatusOr<std::unique_ptr<PolicyModel>> CreateCudaPolicyModel(const ModelConfig&, const WeightLayout&, const std::byte*,
                                                                    const AdapterMemory&, const PolicyOptions&,

@@ -263,8 +263,9 @@ std::size_t CudnnGraphs::num_kept() const { return state_->graphs.size(); }
 bool CudnnAttention::Serves(const ModelConfig& config) {
   int major = 0;
   const bool is_known = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess;
-  return cudnn_frontend::cudnn_dlhandle != nullptr && is_known && (major == 9 || major == 10) &&
-         (config.head_dim == 64 || config.head_dim == 128 || config.head_dim == 256);
+  if (cudnn_frontend::cudnn_dlhandle == nullptr || !is_known) return false;
+  const int head_dim = config.head_dim;
+  return ((major == 9 || major == 10) && (head_dim == 64 || head_dim == 128)) || (major == 9 && head_dim == 256);
 }
 
 // Rows of a call's sequences.

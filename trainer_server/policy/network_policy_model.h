@@ -31,11 +31,15 @@ NetworkWeights<T> WeightsAt(const WeightLayout& layout, const std::byte* base) {
   NetworkWeights<T> weights;
   const auto linear = [&](const LinearPlace& place) -> LinearWeight<T> {
     if (!IsQuantized(layout.format)) return at(place);
-    weights.max_codes = std::max(weights.max_codes, place.shape[0] * place.shape[1]);
     return QuantizedMatrixAt(layout, place, base);
   };
+  const auto codes = [](const LinearPlace& place) { return place.shape[0] * place.shape[1]; };
   weights.embedding = at(layout.embedding);
   for (const LayerPlaces& places : layout.layers) {
+    if (IsQuantized(layout.format)) {
+      weights.layer_codes =
+          std::max(weights.layer_codes, codes(places.qkv) + codes(places.o) + codes(places.gate_up) + codes(places.down));
+    }
     weights.layers.push_back({.input_norm = at(places.input_norm),
                               .qkv = linear(places.qkv),
                               .after_qkv = {optional(places.qkv_bias), optional(places.q_norm), optional(places.k_norm)},
@@ -152,6 +156,7 @@ class NetworkPolicyModel : public PolicyModel {
 
   absl::Status ZeroGradients() override { return ZeroMemory(device_, memory_.gradients.data(), memory_.gradients.size()); }
   const AdapterLayout& adapter_layout() const override { return adapter_layout_; }
+  PassMemory last_pass() const override { return network_.backend().last_pass(); }
 
  private:
   using Element = typename Backend::Element;

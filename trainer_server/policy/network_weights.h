@@ -43,7 +43,7 @@ struct NetworkWeights {
   std::vector<Layer> layers;
   const T* final_norm = nullptr;
   const T* head = nullptr;
-  std::int64_t max_codes = 0;  // the most values of a linear layer in codes; 0: there is none
+  std::int64_t layer_codes = 0;  // values of one layer's linears in codes, at most; 0: there are none
 };
 
 // One linear layer's adapter: y += scale (drop(x) A^T) B^T.

@@ -52,9 +52,9 @@ PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, i
   const std::int64_t attention_gradients = element * (q + qkv) * rows;
   const std::int64_t values = IsQuantized(format) ? element * layer_weights : 0;
   // One tile.
-  const std::int64_t tile_rows = std::min(rows, kCudaTileRows), separate = element == kSumBytes ? 0 : 1;
+  const std::int64_t tile_rows = std::min(rows, kCudaTileRows);
   const std::int64_t forward_tile = element * (d + f + rank) + kSumBytes * 2 * f;
-  const std::int64_t backward_tile = element * (2 * d + 2 * f + separate * 2 * f + 2 * rank) + kSumBytes * (d + 2 * f);
+  const std::int64_t backward_tile = element * (2 * d + 4 * f + 4 * rank) + kSumBytes * d;
 
   const std::int64_t forward = residual + forward_rows + values + tile_rows * forward_tile;
   const std::int64_t head = residual + element * d * head_rows + 24 * head_rows +

@@ -88,7 +88,7 @@ absl::StatusOr<std::unique_ptr<PolicyModel>> PolicyModel::Create(const ModelConf
     }
   }
   NetworkWeights<float> views = WeightsAt<float>(layout, weights);
-  CpuBackend<float> backend(config, HeadAt(config, views.head, options));
+  CpuBackend<float> backend(config, HeadAt(config, views.head, options), device.clock);
   return std::make_unique<NetworkPolicyModel<CpuBackend<float>>>(config, std::move(views), std::move(backend), Device::kCpu,
                                                                  memory, options, std::move(adapter_layout));
 }

@@ -10,11 +10,13 @@
 #include <vector>
 
 #include "common/base/status.h"
+#include "common/gpu/stage_clock.h"
 #include "common/gpu/stream.h"
 #include "common/model/model_config.h"
 #include "common/model/weight_layout.h"
 #include "kernels/gemm/gemm.h"
 #include "trainer_server/batch/micro_batch.h"
+#include "trainer_server/policy/fused_attention.h"
 
 namespace tandem {
 
@@ -36,12 +38,20 @@ struct PolicyDevice {
   // The memory of KvScaleTable, on the device: where the rollout server's KV cache has scales, forward passes round keys and
   // values as it does. Empty: there is no such cache. Outlives the policy.
   std::span<std::byte> kv_scales = {};
+  AttentionOptions attention = {};
+  StageClock* clock = nullptr;  // times the stages of passes; null: nobody wants to know
 };
 
 // Fp32 arrays in AdapterLayout order, kept in the trainer's standing region, on the policy's device.
 struct AdapterMemory {
   std::span<std::byte> masters;  // AdapterLayout.total_bytes
   std::span<std::byte> gradients;
+};
+
+// Of the last Forward, on a GPU.
+struct PassMemory {
+  std::int64_t layer_inputs_on_device = 0;  // layers
+  std::uint64_t offloaded_bytes = 0;        // of layer inputs, to the host, and back in the backward pass
 };
 
 enum class PolicyKind { kPolicy, kReference };  // kReference: adapters off, or the starting adapter
@@ -73,6 +83,7 @@ class PolicyModel {
   virtual absl::Status Backward(std::span<const double> grad_logprobs, std::span<const double> grad_entropies) = 0;
   virtual absl::Status ZeroGradients() = 0;
   virtual const AdapterLayout& adapter_layout() const = 0;
+  virtual PassMemory last_pass() const { return {}; }
 };
 
 }  // namespace tandem

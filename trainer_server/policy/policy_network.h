@@ -48,6 +48,7 @@ class PolicyNetwork {
   bool keeps_entropy_gradient() const { return kept_->unit_gradient.size() == 0; }
   void DropKept() { kept_.reset(); }
   Backend& backend() { return backend_; }
+  const Backend& backend() const { return backend_; }
 
  private:
   struct Kept {
@@ -102,11 +103,16 @@ class PolicyNetwork {
   void BackwardLayer(const Pass& pass, int layer, const T* input, Sum* grad);
   void BackwardMlp(const Pass& pass, int layer, const LayerValues& values, const T* input, Sum* grad);
   void BackwardAttention(const Pass& pass, int layer, const LayerValues& values, const T* input, Sum* grad);
-  // y = beta y + x W^T + adapters.
-  void ForwardLinear(const Pass& pass, const Tile& tile, const Linear& linear, Matrix<const T> x, Matrix<Sum> y, double beta);
-  // grad_x = grad_y W + adapters' part; adds the adapters' gradients. `needs_grad_x` false: gradients of adapters only.
-  void BackwardLinear(const Pass& pass, const Tile& tile, const Linear& linear, Matrix<const T> x, Matrix<const T> grad_y,
-                      Matrix<T> grad_x, bool needs_grad_x);
+  // Calls on_adapter(k, kind, pair, first column of y, end) for each of the linear's kinds that has an adapter.
+  template <typename OnAdapter>
+  void ForEachAdapter(const Pass& pass, const Linear& linear, OnAdapter on_adapter);
+  // y = beta y + x W^T + adapters; y: of sums or elements.
+  template <typename Y>
+  void ForwardLinear(const Pass& pass, const Tile& tile, const Linear& linear, Matrix<const T> x, Matrix<Y> y, double beta);
+  // grad_x = grad_y W + adapters' part (no data: not wanted); leaves in the tile what BackwardAdapters of the same linear needs.
+  void BackwardInput(const Pass& pass, const Tile& tile, const Linear& linear, Matrix<const T> grad_y, Matrix<T> grad_x);
+  // Adds the adapters' gradients.
+  void BackwardAdapters(const Pass& pass, const Tile& tile, const Linear& linear, Matrix<const T> x, Matrix<const T> grad_y);
   // x as the adapter of (layer, kind) sees it.
   Matrix<const T> Dropped(const Pass& pass, const Tile& tile, const Linear& linear, LinearKind kind, Matrix<const T> x);
   void MultiplyByDropoutMask(const LoraDropout& dropout, const Linear& linear, LinearKind kind, Matrix<T> x);

@@ -15,6 +15,7 @@
 #include "tests/support/device_bytes.h"
 #include "tests/support/naive_transformer.h"
 #include "tests/support/quantized_weights.h"
+#include "tests/trainer_server/support/gpu_policy.h"
 #include "tests/trainer_server/support/packed_groups.h"
 #include "trainer_server/optim/adamw.h"
 #include "trainer_server/policy/cuda_backend.h"
@@ -23,168 +24,27 @@
 namespace tandem {
 namespace {
 
-using testing::AlignedBytes;
 using testing::AllLayers;
+using testing::Cosine;
+using testing::CpuPolicy;
 using testing::DeviceBytes;
+using testing::GpuPolicy;
 using testing::Group;
 using ::testing::HasSubstr;
 using testing::Ids;
+using testing::LargestDifference;
 using testing::Pack;
+using testing::PolicyGpuTest;
 using testing::RandomIds;
 using testing::RelativeError;
+using testing::Result;
+using testing::RoundWeights;
 using testing::RowGradients;
+using testing::ScaleMatrices;
 using testing::TinyAdapter;
 using testing::TinyModel;
 using testing::TwoGroups;
-
-// The model with its weights rounded to bf16, as fp32 values.
-void RoundWeights(const TinyModel& model) {
-  float* values = model.weights->floats();
-  for (std::uint64_t i = 0; i < model.weights->span().size() / sizeof(float); ++i) {
-    values[i] = Bf16ToFloat(FloatToBf16(values[i]));
-  }
-}
-
-// Every matrix times `factor`: wider models have smaller weights.
-void ScaleMatrices(const TinyModel& model, float factor) {
-  for (const TensorPlace* place : model.layout.Tensors()) {
-    if (place->shape.size() != 2) continue;
-    float* values = model.Weight(*place);
-    for (std::uint64_t i = 0; i < place->size_bytes / sizeof(float); ++i) values[i] *= factor;
-  }
-}
-
-// The same weights in another format's layout.
-std::vector<std::byte> InFormat(const TinyModel& model, const WeightLayout& layout) {
-  if (layout.format != StorageFormat::kFp32) {
-    return testing::EncodedWeights(model.layout, model.weights->data(), layout).bytes();
-  }
-  const std::span<const std::byte> bytes = model.weights->span();
-  return {bytes.begin(), bytes.end()};
-}
-
-double Cosine(const std::vector<double>& a, const std::vector<double>& b) {
-  double product = 0, of_a = 0, of_b = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    product += a[i] * b[i];
-    of_a += a[i] * a[i];
-    of_b += b[i] * b[i];
-  }
-  return product / std::sqrt(of_a * of_b);
-}
-
-double LargestDifference(const std::vector<double>& a, const std::vector<double>& b) {
-  double largest = a.size() == b.size() ? 0 : INFINITY;
-  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
-    const double difference = std::abs(a[i] - b[i]);
-    largest = std::isnan(difference) ? NAN : std::max(largest, difference);
-    if (std::isnan(largest)) break;
-  }
-  return largest;
-}
-
-struct Result {
-  HeadScores scores;
-  std::vector<double> gradient;
-};
-
-// Forward and backward passes of a policy whose adapter memory is read by `read`.
-Result RunPasses(PolicyModel* model, const std::vector<MicroBatch>& batches, bool with_entropy,
-                 const std::function<std::vector<double>()>& read) {
-  Result result;
-  EXPECT_TRUE(model->ZeroGradients().ok());
-  for (const MicroBatch& batch : batches) {
-    const auto scores = model->Forward(batch, with_entropy, 3);
-    EXPECT_TRUE(scores.ok()) << scores.status();
-    if (!scores.ok()) return result;
-    result.scores.logprobs.insert(result.scores.logprobs.end(), scores->logprobs.begin(), scores->logprobs.end());
-    result.scores.entropies.insert(result.scores.entropies.end(), scores->entropies.begin(), scores->entropies.end());
-    const absl::Status status =
-        model->Backward(RowGradients(batch, 1), with_entropy ? RowGradients(batch, 2) : std::vector<double>());
-    EXPECT_TRUE(status.ok()) << status;
-  }
-  result.gradient = read();
-  return result;
-}
-
-std::vector<double> Widen(const float* values, std::size_t count) { return {values, values + count}; }
-
-class CpuPolicy {
- public:
-  CpuPolicy(const TinyModel& base, const PolicyOptions& options, const TinyAdapter& start)
-      : masters_(start.layout.total_bytes), gradients_(start.layout.total_bytes) {
-    std::memcpy(masters_.data(), start.slot->data(), start.layout.total_bytes);
-    model_ = PolicyModel::Create(base.config, base.layout, base.weights->data(), {masters_.span(), gradients_.span()}, options)
-                 .value();
-  }
-  PolicyModel* model() { return model_.get(); }
-  Result Run(const std::vector<MicroBatch>& batches, bool with_entropy) {
-    return RunPasses(model_.get(), batches, with_entropy,
-                     [&] { return Widen(gradients_.floats(), gradients_.span().size() / sizeof(float)); });
-  }
-
- private:
-  AlignedBytes masters_, gradients_;
-  std::unique_ptr<PolicyModel> model_;
-};
-
-class PolicyGpuTest : public ::testing::Test {
- protected:
-  static constexpr std::uint64_t kArenaBytes = std::uint64_t{256} << 20;
-
-  void SetUp() override {
-    if (!HasCudaDevice()) GTEST_SKIP() << "no GPU is visible";
-    arena_ = std::make_unique<DeviceBytes>(kArenaBytes);
-    arena_->Fill(0xff);  // NaN: nothing may read what it did not write
-    workspace_ = std::make_unique<DeviceBytes>(kGemmWorkspaceBytes);
-    stream_ = Stream::Create(Device::kCuda).value();
-    gemm_ = Gemm::Create(Device::kCuda, workspace_->span()).value();
-    scope_ = std::make_unique<ArenaScope>(arena_->span(), "activations", Device::kCuda);
-  }
-  PolicyDevice device() const { return {Device::kCuda, stream_.get(), gemm_.get()}; }
-
-  std::unique_ptr<DeviceBytes> arena_, workspace_;
-  std::unique_ptr<Stream> stream_;
-  std::unique_ptr<Gemm> gemm_;
-  std::unique_ptr<ArenaScope> scope_;
-};
-
-class GpuPolicy {
- public:
-  GpuPolicy(const TinyModel& base, StorageFormat format, const PolicyOptions& options, const TinyAdapter& start,
-            const PolicyDevice& device)
-      : layout_(WeightLayout::Create(base.config, format)),
-        weights_(layout_.total_bytes),
-        masters_(start.layout.total_bytes),
-        gradients_(start.layout.total_bytes) {
-    const std::vector<std::byte> bytes = InFormat(base, layout_);
-    EXPECT_TRUE(weights_.Upload(bytes.data(), bytes.size()).ok());
-    EXPECT_TRUE(masters_.Upload(start.slot->data(), start.layout.total_bytes).ok());
-    auto model =
-        PolicyModel::Create(base.config, layout_, weights_.data(), {masters_.span(), gradients_.span()}, options, device);
-    EXPECT_TRUE(model.ok()) << model.status();
-    model_ = *std::move(model);
-  }
-  PolicyModel* model() { return model_.get(); }
-  std::vector<double> Gradients() const {
-    std::vector<float> values(gradients_.span().size() / sizeof(float));
-    EXPECT_TRUE(CopyToHost(Device::kCuda, values.data(), gradients_.data(), gradients_.span().size()).ok());
-    return Widen(values.data(), values.size());
-  }
-  Result Run(const std::vector<MicroBatch>& batches, bool with_entropy) {
-    return RunPasses(model_.get(), batches, with_entropy, [&] { return Gradients(); });
-  }
-  std::vector<double> Score(const MicroBatch& batch, PolicyKind kind = PolicyKind::kPolicy) {
-    auto scores = model_->Score(batch, kind);
-    EXPECT_TRUE(scores.ok()) << scores.status();
-    return scores.ok() ? scores->logprobs : std::vector<double>();
-  }
-
- private:
-  WeightLayout layout_;
-  DeviceBytes weights_, masters_, gradients_;
-  std::unique_ptr<PolicyModel> model_;
-};
+using testing::Widen;
 
 TEST_F(PolicyGpuTest, Fp32EqualsTheCpuInEveryFamily) {
   for (const ModelConfig& config : testing::FamilyConfigs()) {
@@ -459,77 +319,6 @@ TEST_F(PolicyGpuTest, AMicroBatchBeyondTheLeaseIsResourceExhaustedAndTheNextOneR
   EXPECT_FALSE(policy.Score(Pack(TwoGroups()).front()).empty());
 }
 
-// ------------------------------------------------------------------------------------------------------------------- attention
-
-// LibTorch's flash attention in two merged calls against the own kernel in fp32, on the same bf16 values.
-TEST_F(PolicyGpuTest, FlashAttentionEqualsTheOwnKernel) {
-  struct Shape {
-    int heads, kv_heads, head_dim;
-  };
-  std::vector<Group> groups = TwoGroups();
-  groups.push_back({RandomIds(8, 300), {RandomIds(9, 1)}});
-  groups.push_back({RandomIds(10, 1), {RandomIds(11, 257), RandomIds(12, 128)}});
-  MicroBatch batch = Pack(groups).front();
-  batch.token_ids.resize(batch.token_ids.size() + 5, 3);  // rows of nothing
-  batch.positions.resize(batch.token_ids.size(), 0);
-  const auto rows = static_cast<std::int64_t>(batch.token_ids.size());
-  for (const Shape& shape : {Shape{4, 2, 16}, Shape{9, 3, 64}, Shape{4, 4, 64}, Shape{8, 1, 128}, Shape{4, 1, 256}}) {
-    SCOPED_TRACE(absl::StrCat(shape.heads, " heads over ", shape.kv_heads, " of ", shape.head_dim));
-    ModelConfig config = testing::TinyConfig();
-    config.num_heads = shape.heads;
-    config.num_kv_heads = shape.kv_heads;
-    config.head_dim = shape.head_dim;
-    CudaBackend<Bf16> backend(config, {}, stream_.get(), gemm_.get());
-    const auto plan = backend.MakePlan(batch);
-    ASSERT_TRUE(plan->flash.has_value());
-    const std::int64_t q = config.q_size(), width = q + 2 * config.kv_size();
-    const auto random = [](std::int64_t count, std::uint64_t seed, std::vector<float>* exact) {
-      std::vector<std::uint16_t> values;
-      for (std::int64_t i = 0; i < count; ++i) {
-        values.push_back(FloatToBf16(static_cast<float>(4 * RandomUniform(seed, static_cast<std::uint64_t>(i)) - 2)));
-        exact->push_back(Bf16ToFloat(values.back()));
-      }
-      return values;
-    };
-    std::vector<float> exact_qkv, exact_grad;
-    const std::vector<std::uint16_t> qkv = random(rows * width, 1, &exact_qkv), grad = random(rows * q, 2, &exact_grad);
-    DeviceBytes in(qkv.size() * 2), grad_in(grad.size() * 2), exact_in(qkv.size() * 4), exact_grad_in(grad.size() * 4);
-    ASSERT_TRUE(in.Upload(qkv.data(), qkv.size() * 2).ok() && grad_in.Upload(grad.data(), grad.size() * 2).ok());
-    ASSERT_TRUE(exact_in.Upload(exact_qkv.data(), qkv.size() * 4).ok());
-    ASSERT_TRUE(exact_grad_in.Upload(exact_grad.data(), grad.size() * 4).ok());
-    DeviceBytes out(grad.size() * 2), grad_out(qkv.size() * 2), exact_out(grad.size() * 4), exact_grad_out(qkv.size() * 4);
-    const Buffer<float, Device::kCuda> lse(rows * shape.heads), exact_lse(rows * shape.heads), delta(rows * shape.heads);
-    plan->flash->Forward(in.data(), out.data(), lse.data());
-    plan->flash->Backward(in.data(), out.data(), lse.data(), grad_in.data(), grad_out.data());
-    const PackedAttentionParams own{.dtype = DType::kFp32,
-                                    .rows = plan->packed_rows,
-                                    .num_heads = shape.heads,
-                                    .num_kv_heads = shape.kv_heads,
-                                    .head_dim = shape.head_dim,
-                                    .qkv = exact_in.data(),
-                                    .output = exact_out.data(),
-                                    .lse = exact_lse.data()};
-    ASSERT_TRUE(PackedAttentionForward(own, stream_->handle()).ok());
-    ASSERT_TRUE(
-        PackedAttentionBackward({own, exact_grad_in.data(), delta.data(), exact_grad_out.data()}, stream_->handle()).ok());
-    const absl::Status fenced = stream_->Synchronize();
-    ASSERT_TRUE(fenced.ok()) << fenced;
-    const auto compare = [](const DeviceBytes& rounded, const DeviceBytes& exact, const char* what) {
-      std::vector<std::uint16_t> bits(rounded.span().size() / 2);
-      std::vector<float> floats(exact.span().size() / 4);
-      ASSERT_TRUE(CopyToHost(Device::kCuda, bits.data(), rounded.data(), bits.size() * 2).ok());
-      ASSERT_TRUE(CopyToHost(Device::kCuda, floats.data(), exact.data(), floats.size() * 4).ok());
-      std::vector<double> a, b;
-      for (const std::uint16_t value : bits) a.push_back(Bf16ToFloat(value));
-      for (const float value : floats) b.push_back(value);
-      std::printf("flash %s: relative error %.2e, largest difference %.2e\n", what, RelativeError(a, b), LargestDifference(a, b));
-      EXPECT_LT(RelativeError(a, b), 1e-2) << what;
-    };
-    compare(out, exact_out, "output");
-    compare(grad_out, exact_grad_out, "gradient");
-  }
-}
-
 // ------------------------------------------------------------------------------------------------------------------- the head
 
 using Json = nlohmann::json;
@@ -579,7 +368,7 @@ TEST_F(PolicyGpuTest, TheHeadEqualsTheGoldenCases) {
       head.softcap = inputs.at("softcap").is_null() ? 0 : inputs.at("softcap").get<double>();
       head.row_tile = row_tile;
       head.vocab_tile = vocab_tile;
-      CudaBackend<float> backend(config, head, stream_.get(), gemm_.get());
+      CudaBackend<float> backend(config, StorageFormat::kFp32, head, device(), nullptr);
       MicroBatch batch;
       for (std::size_t n = 0; n < targets.size(); ++n) {
         batch.token_ids.push_back(0);

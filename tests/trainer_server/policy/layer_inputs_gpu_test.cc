@@ -1,0 +1,124 @@
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <cstdio>
+#include <thread>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "tests/trainer_server/support/gpu_policy.h"
+#include "trainer_server/policy/cuda_layer_inputs.h"
+#include "trainer_server/policy/policy_memory.h"
+
+namespace tandem {
+namespace {
+
+using testing::AllLayers;
+using testing::Cosine;
+using testing::CpuPolicy;
+using testing::DeviceBytes;
+using testing::GpuPolicy;
+using testing::Group;
+using testing::Pack;
+using testing::PolicyGpuTest;
+using testing::RandomIds;
+using testing::Result;
+using testing::TinyAdapter;
+using testing::TinyModel;
+
+class LayerInputsGpuTest : public PolicyGpuTest {
+ protected:
+  LayerInputsGpuTest() : PolicyGpuTest(std::uint64_t{1} << 30) {}
+};
+
+cudaStream_t Handle(const Stream* stream) { return static_cast<cudaStream_t>(stream->handle()); }
+
+// Holds the stream for 20 ms before whatever comes next.
+void Delay(const Stream* stream) {
+  ASSERT_EQ(cudaLaunchHostFunc(
+                Handle(stream), [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }, nullptr),
+            cudaSuccess);
+}
+
+unsigned char Pattern(int step, int layer) { return static_cast<unsigned char>(1 + (step * 31 + layer * 7) % 250); }
+
+// The compute stream writes and reads at once, every copy comes 20 ms late: only the events keep them in order.
+void RunDelayed(int num_layers, int num_slots, int num_steps, Stream* compute) {
+  constexpr std::size_t kBytes = 1 << 20;
+  const auto copy = Stream::Create(Device::kCuda);
+  ASSERT_TRUE(copy.ok()) << copy.status();
+  LayerInputHost host;
+  ASSERT_TRUE(host.Reserve(kBytes * static_cast<std::size_t>(num_layers - num_slots)).ok());
+  const DeviceBytes read(kBytes * static_cast<std::size_t>(num_layers));
+  std::vector<unsigned char> seen(read.span().size());
+  for (int step = 0; step < num_steps; ++step) {
+    {
+      CudaLayerInputBytes inputs(num_layers, num_slots, kBytes, &host, compute, copy->get());
+      for (int layer = 0; layer < num_layers; ++layer) {
+        Delay(copy->get());
+        ASSERT_EQ(cudaMemsetAsync(inputs.Place(layer), Pattern(step, layer), kBytes, Handle(compute)), cudaSuccess);
+        inputs.Keep(layer);
+      }
+      for (int layer = num_layers - 1; layer >= 0; --layer) {
+        ASSERT_EQ(cudaMemcpyAsync(read.data() + static_cast<std::size_t>(layer) * kBytes, inputs.Fetch(layer), kBytes,
+                                  cudaMemcpyDeviceToDevice, Handle(compute)),
+                  cudaSuccess);
+        Delay(copy->get());
+        inputs.Release(layer);
+      }
+    }
+    ASSERT_TRUE(compute->Synchronize().ok());
+    ASSERT_TRUE(CopyToHost(Device::kCuda, seen.data(), read.data(), seen.size()).ok());
+    for (int layer = 0; layer < num_layers; ++layer) {
+      for (const std::size_t at : {std::size_t{0}, kBytes / 2, kBytes - 1}) {
+        ASSERT_EQ(seen[static_cast<std::size_t>(layer) * kBytes + at], Pattern(step, layer))
+            << "step " << step << " layer " << layer << " of " << num_layers << " in " << num_slots << " slots, byte " << at;
+      }
+    }
+  }
+}
+
+TEST_F(LayerInputsGpuTest, C33CopiesThatComeLateChangeNothing) {
+  RunDelayed(3, 2, 200, stream_.get());
+  RunDelayed(7, 2, 5, stream_.get());
+  RunDelayed(7, 3, 5, stream_.get());
+  RunDelayed(4, 4, 2, stream_.get());
+}
+
+// More rows than a tile, more layers than slots: what the arena leaves room for decides what travels, and no bit of a gradient.
+TEST_F(LayerInputsGpuTest, C33GradientsAreTheSameWhereverInputsAreKept) {
+  ModelConfig config = testing::TinyConfig();
+  config.num_layers = 6;
+  config.max_positions = 8192;
+  const TinyModel base(config);
+  const TinyAdapter adapter(config, 4, testing::AllLinearKinds(), 0.2f, 3);
+  const std::vector<Group> groups = {{RandomIds(1, 1500), {RandomIds(2, 1200), RandomIds(3, 1), RandomIds(4, 2100)}}};
+  const std::vector<MicroBatch> batches = Pack(groups);
+  ASSERT_EQ(batches.size(), 1u);
+  const auto rows = static_cast<std::int64_t>(batches[0].token_ids.size()),
+             head_rows = static_cast<std::int64_t>(batches[0].head_rows.size());
+  ASSERT_GT(rows, 2 * kCudaTileRows);
+  const Result cpu = CpuPolicy(base, AllLayers(), adapter).Run(batches, false);
+  for (const StorageFormat format : {StorageFormat::kFp32, StorageFormat::kBf16}) {
+    GpuPolicy policy(base, format, AllLayers(), adapter, device());
+    const PolicyMemory memory = PlanPolicyMemory(config, format, 4, rows, head_rows);
+    std::vector<Result> results;
+    for (const int num_slots : {6, 2, 3}) {
+      const std::uint64_t bytes = memory.working_bytes + static_cast<std::uint64_t>(num_slots) * memory.layer_input_bytes;
+      const std::uint64_t slack = memory.layer_input_bytes / 2;
+      const ArenaScope arena(arena_->span().first((bytes + slack) / 256 * 256), "activations", Device::kCuda);
+      results.push_back(policy.Run(batches, false));
+      std::printf("%s, %d slots: arena %llu bytes, peak %llu\n", StorageFormatName(format), num_slots,
+                  static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(arena.peak_bytes()));
+      EXPECT_LE(arena.peak_bytes(), bytes);
+      ASSERT_EQ(results.back().gradient.size(), cpu.gradient.size());
+      EXPECT_EQ(results.back().gradient, results.front().gradient) << num_slots << " slots";
+    }
+    const double cosine = Cosine(cpu.gradient, results.front().gradient);
+    std::printf("%s, %lld rows: gradient cosine 1 - %.2e\n", StorageFormatName(format), static_cast<long long>(rows), 1 - cosine);
+    EXPECT_GE(cosine, format == StorageFormat::kFp32 ? 0.99999 : 0.99);
+  }
+}
+
+}  // namespace
+}  // namespace tandem
