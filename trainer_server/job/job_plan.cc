@@ -445,6 +445,7 @@ absl::Status MeasureMemory(const JobSurroundings& surroundings, JobPlan* plan) {
   needs.longest_evaluation_prompt_tokens = plan->evaluation_prompts.has_value() ? plan->evaluation_prompts->longest : 0;
   needs.max_completion_tokens = spec.rollout().sampling().max_tokens();
   needs.micro_batch_tokens = spec.batch().micro_batch_tokens();
+  needs.logit_chunk = spec.batch().logit_chunk();
   needs.updates_per_rollout = updates;
   needs.scoring_passes = (plan->loss.beta != 0 || is_kl_in_reward ? 1u : 0u) + (needs_entropies                  ? updates
                                                                                 : updates > 1 || is_kl_in_reward ? 1u

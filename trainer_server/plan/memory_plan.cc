@@ -38,7 +38,7 @@ double Real(std::uint64_t value) { return static_cast<double>(value); }
 std::int64_t Signed(std::uint64_t value) { return static_cast<std::int64_t>(value); }
 std::uint64_t Unsigned(int value) { return static_cast<std::uint64_t>(std::max(value, 0)); }
 std::uint64_t DivideUp(std::uint64_t value, std::uint64_t divisor) { return (value + divisor - 1) / divisor; }
-std::uint64_t Less(std::uint64_t from, std::uint64_t bytes) { return from - std::min(from, bytes); }
+std::uint64_t Remaining(std::uint64_t total, std::uint64_t used) { return total - std::min(total, used); }
 
 std::uint64_t Sum(const google::protobuf::RepeatedPtrField<v1::OwnedBytes>& owners) {
   std::uint64_t bytes = 0;
@@ -91,15 +91,19 @@ class Arithmetic {
 
   // Rows of the largest micro-batch when the longest sequence has `context` tokens.
   std::uint64_t Rows(std::uint64_t context) const {
-    const std::uint64_t completion = Less(context, job_.longest_prompt_tokens);
+    const std::uint64_t completion = Remaining(context, job_.longest_prompt_tokens);
     const std::uint64_t whole_step = job_.prompts_per_step * (job_.longest_prompt_tokens + job_.group_size * completion);
     return std::min(static_cast<std::uint64_t>(MicroBatchLimit(Signed(job_.micro_batch_tokens), Signed(context))), whole_step);
   }
   PolicyMemory Policy(std::uint64_t rows) const {
-    const std::int64_t head_rows = Signed(std::max<std::uint64_t>(Less(rows, job_.shortest_prompt_tokens), 1));
+    const std::int64_t head_rows = Signed(std::max<std::uint64_t>(Remaining(rows, job_.shortest_prompt_tokens), 1));
     const std::uint64_t segments = std::min(rows, job_.prompts_per_step * (1 + job_.group_size));
     PolicyMemory policy = node_.device == Device::kCpu
-                              ? PlanCpuPolicyMemory(model_, job_.rank, Signed(rows), head_rows, Signed(segments))
+                              ? PlanCpuPolicyMemory(model_, job_.rank,
+                                                    {.rows = Signed(rows),
+                                                     .head_rows = head_rows,
+                                                     .num_segments = Signed(segments),
+                                                     .logit_chunk = Signed(job_.logit_chunk)})
                               : PlanPolicyMemory(model_, node_.weight_format, job_.rank, Signed(rows), head_rows);
     if (job_.has_dropout) policy.working_bytes += DropoutBytes(model_, node_.weight_format, Signed(rows));
     return policy;
@@ -107,7 +111,7 @@ class Arithmetic {
   // Layers whose inputs stay in the elastic region: all that find room. Those of the others go to the host.
   std::uint64_t LayersInPool(const PolicyMemory& policy) const {
     if (node_.device == Device::kCpu) return num_layers();
-    const std::uint64_t room = Less(node_.elastic_bytes, policy.working_bytes) / policy.layer_input_bytes;
+    const std::uint64_t room = Remaining(node_.elastic_bytes, policy.working_bytes) / policy.layer_input_bytes;
     return std::clamp(room, std::min<std::uint64_t>(kMinLayerInputSlots, num_layers()), num_layers());
   }
   // The least that training takes of an elastic region of any size.
@@ -115,7 +119,8 @@ class Arithmetic {
     std::uint64_t layers = num_layers();
     if (node_.device == Device::kCuda) {
       const std::uint64_t in_host = node_.host_limit_bytes / policy.layer_input_bytes;
-      layers = std::clamp<std::uint64_t>(Less(layers, in_host), std::min<std::uint64_t>(kMinLayerInputSlots, layers), layers);
+      layers =
+          std::clamp<std::uint64_t>(Remaining(layers, in_host), std::min<std::uint64_t>(kMinLayerInputSlots, layers), layers);
     }
     return policy.working_bytes + layers * policy.layer_input_bytes;
   }
@@ -239,7 +244,7 @@ void FillOwners(const Arithmetic& arithmetic, const JobMemory& job, const NodeMe
   table.Keep("weights", v1::ROLE_UNSPECIFIED, node.weights_bytes);
   table.Keep("model", v1::ROLE_UNSPECIFIED, node.model_bytes);
   for (const v1::OwnedBytes& owner : node.rollout.standing()) table.Keep(owner.owner(), v1::ROLE_ROLLOUT, owner.bytes());
-  table.Keep("rollout_standing_unused", v1::ROLE_ROLLOUT, Less(node.rollout_standing_bytes, Sum(node.rollout.standing())));
+  table.Keep("rollout_standing_unused", v1::ROLE_ROLLOUT, Remaining(node.rollout_standing_bytes, Sum(node.rollout.standing())));
   const std::uint64_t copy = arithmetic.adapter_copy_bytes();
   table.Keep("adapter_masters", v1::ROLE_TRAINER, copy);
   table.Keep("gradients", v1::ROLE_TRAINER, copy);
@@ -247,14 +252,15 @@ void FillOwners(const Arithmetic& arithmetic, const JobMemory& job, const NodeMe
   table.Keep("adapter_slots", v1::ROLE_TRAINER, 2 * copy);
   if (job.has_start_adapter) table.Keep("start_adapter", v1::ROLE_TRAINER, copy);
   for (const v1::OwnedBytes& owner : node.trainer_fixed) table.Keep(owner.owner(), v1::ROLE_TRAINER, owner.bytes());
-  table.Keep("trainer_standing_unused", v1::ROLE_TRAINER, Less(node.trainer_standing_bytes, arithmetic.trainer_standing_bytes()));
+  table.Keep("trainer_standing_unused", v1::ROLE_TRAINER,
+             Remaining(node.trainer_standing_bytes, arithmetic.trainer_standing_bytes()));
   const std::uint64_t kv_cache = arithmetic.KvBytes(plan->live_sequences());
   const std::uint64_t layer_inputs = plan->layers_in_pool() * policy.layer_input_bytes;
   table.Add("kv_cache", v1::ROLE_ROLLOUT, v1::MEMORY_PLACE_POOL, kv_cache, 0);
   table.Add("activations", v1::ROLE_TRAINER, v1::MEMORY_PLACE_POOL, 0, policy.working_bytes);
   table.Add("layer_inputs", v1::ROLE_TRAINER, v1::MEMORY_PLACE_POOL, 0, layer_inputs);
-  table.Add("elastic_unused", v1::ROLE_UNSPECIFIED, v1::MEMORY_PLACE_POOL, Less(node.elastic_bytes, kv_cache),
-            Less(node.elastic_bytes, policy.working_bytes + layer_inputs));
+  table.Add("elastic_unused", v1::ROLE_UNSPECIFIED, v1::MEMORY_PLACE_POOL, Remaining(node.elastic_bytes, kv_cache),
+            Remaining(node.elastic_bytes, policy.working_bytes + layer_inputs));
   const std::uint64_t in_host = plan->layers_in_host() * policy.layer_input_bytes;
   table.Add("host_layer_inputs", v1::ROLE_TRAINER, v1::MEMORY_PLACE_HOST, in_host, in_host);  // pinned once, then kept
   table.Add("outside_pool", v1::ROLE_UNSPECIFIED, v1::MEMORY_PLACE_OUTSIDE, node.outside_bytes, node.outside_bytes);
@@ -291,58 +297,78 @@ void FillWalls(const Arithmetic& arithmetic, const ModelConfig& model, const Job
   }
 }
 
+void FindStandingFaults(const Arithmetic& arithmetic, const JobMemory& job, const NodeMemory& node, PlannedMemory* planned) {
+  if (arithmetic.trainer_standing_bytes() <= node.trainer_standing_bytes) return;
+  planned->faults.push_back(absl::StrCat(
+      "adapter.rank: ", job.rank, "; must be small enough: masters, gradients, two moments and the slots are ",
+      arithmetic.num_adapter_copies(), " x ", FormatBytes(arithmetic.adapter_copy_bytes()),
+      " of the trainer's standing region of ",
+      FormatBytes(Remaining(node.trainer_standing_bytes, arithmetic.trainer_fixed_bytes())),
+      " for jobs; --trainer_standing_bytes=", WholeMib(planned->figures.asked_trainer_standing_bytes()), " holds it"));
+}
+
+// Why a pass over the largest micro-batch finds no memory; empty: it does.
+std::string PassFault(const Arithmetic& arithmetic, const NodeMemory& node, const PolicyMemory& policy,
+                      const v1::MemoryPlan& plan) {
+  if (!arithmetic.FitsElastic(policy)) {
+    return absl::StrCat("forward and backward pass of ", plan.micro_batch_rows(), " rows take ",
+                        FormatBytes(arithmetic.LeastTrainingBytes(policy)), " of an elastic region of ",
+                        FormatBytes(node.elastic_bytes));
+  }
+  if (!arithmetic.FitsHost(policy)) {
+    return absl::StrCat("inputs of ", plan.layers_in_host(), " layers take ",
+                        FormatBytes(plan.layers_in_host() * policy.layer_input_bytes), " of host memory, of which ",
+                        FormatBytes(node.host_limit_bytes), " can be page-locked");
+  }
+  return "";
+}
+
+void FindMicroBatchFaults(const JobMemory& job, std::uint64_t context, const std::string& pass_fault, PlannedMemory* planned) {
+  const std::string field = absl::StrCat("batch.micro_batch_tokens: ", job.micro_batch_tokens);
+  if (context > job.micro_batch_tokens) {
+    planned->faults.push_back(absl::StrCat(field, "; must be at least ", context, ", the longest prompt of ",
+                                           job.longest_prompt_tokens, " tokens and rollout.sampling.max_tokens ",
+                                           job.max_completion_tokens, ", or 0"));
+  } else if (!pass_fault.empty()) {
+    planned->faults.push_back(absl::StrCat(field, "; must be small enough, ", context, " is: ", pass_fault));
+  }
+}
+
+void FindContextFaults(const Arithmetic& arithmetic, const JobMemory& job, const NodeMemory& node, const std::string& pass_fault,
+                       PlannedMemory* planned) {
+  const v1::MemoryPlan& plan = planned->figures;
+  std::vector<std::string> reasons;
+  if (!node.is_rollout_assumed && arithmetic.KvBytes(1) > arithmetic.num_blocks() * node.rollout.kv_block_bytes()) {
+    reasons.push_back(absl::StrCat("the KV cache of one sequence takes ", FormatBytes(arithmetic.KvBytes(1)),
+                                   " of an elastic region of ", FormatBytes(node.elastic_bytes)));
+  }
+  if (!pass_fault.empty()) reasons.push_back(pass_fault);
+  for (const std::string& reason : reasons) {
+    planned->faults.push_back(
+        absl::StrCat("rollout.sampling.max_tokens: ", job.max_completion_tokens, ", with prompts of up to ",
+                     std::max(job.longest_prompt_tokens, job.longest_evaluation_prompt_tokens), " tokens; ",
+                     plan.largest_context_tokens() == 0
+                         ? "no context fits on this node"
+                         : absl::StrCat("the largest context that fits is ", plan.largest_context_tokens(), " tokens"),
+                     ": ", reason, "; the job fits with --pool_bytes=", WholeMib(plan.least_pool_bytes()),
+                     " --rollout_standing_bytes=", WholeMib(plan.asked_rollout_standing_bytes()),
+                     " --trainer_standing_bytes=", WholeMib(plan.asked_trainer_standing_bytes())));
+  }
+}
+
 void FindFaults(const Arithmetic& arithmetic, const JobMemory& job, const NodeMemory& node, const PolicyMemory& policy,
                 PlannedMemory* planned) {
-  const v1::MemoryPlan& plan = planned->figures;
-  const std::uint64_t context = plan.context_tokens();
-  const std::string rank_limit =
-      absl::StrCat("small enough: masters, gradients, two moments and the slots are ", arithmetic.num_adapter_copies(), " x ",
-                   FormatBytes(arithmetic.adapter_copy_bytes()), " of the trainer's standing region of ",
-                   FormatBytes(Less(node.trainer_standing_bytes, arithmetic.trainer_fixed_bytes())), " for jobs");
-  if (arithmetic.trainer_standing_bytes() > node.trainer_standing_bytes) {
-    planned->faults.push_back(absl::StrCat("adapter.rank: ", job.rank, "; must be ", rank_limit, "; --trainer_standing_bytes=",
-                                           WholeMib(plan.asked_trainer_standing_bytes()), " holds it"));
-  }
-  if (job.micro_batch_tokens > 0 && context > job.micro_batch_tokens) {
-    planned->faults.push_back(absl::StrCat("batch.micro_batch_tokens: ", job.micro_batch_tokens, "; must be at least ", context,
-                                           ", the longest prompt of ", job.longest_prompt_tokens,
-                                           " tokens and rollout.sampling.max_tokens ", job.max_completion_tokens, ", or 0"));
-  }
-  const std::string pool = absl::StrCat("; the job fits with --pool_bytes=", WholeMib(plan.least_pool_bytes()),
-                                        " --rollout_standing_bytes=", WholeMib(plan.asked_rollout_standing_bytes()),
-                                        " --trainer_standing_bytes=", WholeMib(plan.asked_trainer_standing_bytes()));
-  const std::string limit = plan.largest_context_tokens() == 0
-                                ? "no context fits on this node"
-                                : absl::StrCat("the largest context that fits is ", plan.largest_context_tokens(), " tokens");
-  const auto fault = [&](const std::string& reason, const std::string& remedy) {
-    planned->faults.push_back(absl::StrCat("rollout.sampling.max_tokens: ", job.max_completion_tokens, ", with prompts of up to ",
-                                           std::max(job.longest_prompt_tokens, job.longest_evaluation_prompt_tokens), " tokens; ",
-                                           limit, ": ", reason, remedy));
-  };
-  if (!node.is_rollout_assumed && arithmetic.KvBytes(1) > arithmetic.num_blocks() * node.rollout.kv_block_bytes()) {
-    fault(absl::StrCat("the KV cache of one sequence takes ", FormatBytes(arithmetic.KvBytes(1)), " of an elastic region of ",
-                       FormatBytes(node.elastic_bytes)),
-          pool);
-  }
-  if (!arithmetic.FitsElastic(policy)) {
+  FindStandingFaults(arithmetic, job, node, planned);
+  const std::uint64_t context = arithmetic.context();
+  std::string pass_fault = PassFault(arithmetic, node, policy, planned->figures);
+  if (job.micro_batch_tokens > 0) {
+    // Where whole sequences fit, micro-batches are what is too large.
     const PolicyMemory of_context = arithmetic.Policy(std::min(arithmetic.Rows(context), context));
-    if (job.micro_batch_tokens > context && arithmetic.FitsElastic(of_context)) {
-      planned->faults.push_back(absl::StrCat("batch.micro_batch_tokens: ", job.micro_batch_tokens, "; must be small enough, ",
-                                             context, " is: forward and backward pass of ", plan.micro_batch_rows(),
-                                             " rows take ", FormatBytes(arithmetic.LeastTrainingBytes(policy)),
-                                             " of an elastic region of ", FormatBytes(node.elastic_bytes)));
-    } else {
-      fault(absl::StrCat("forward and backward pass of ", plan.micro_batch_rows(), " rows take ",
-                         FormatBytes(arithmetic.LeastTrainingBytes(policy)), " of an elastic region of ",
-                         FormatBytes(node.elastic_bytes)),
-            pool);
-    }
-  } else if (!arithmetic.FitsHost(policy)) {
-    fault(absl::StrCat("inputs of ", plan.layers_in_host(), " layers take ",
-                       FormatBytes(plan.layers_in_host() * policy.layer_input_bytes), " of host memory, of which ",
-                       FormatBytes(node.host_limit_bytes), " can be page-locked"),
-          pool);
+    const bool fits_alone = arithmetic.FitsElastic(of_context) && arithmetic.FitsHost(of_context);
+    FindMicroBatchFaults(job, context, fits_alone ? pass_fault : "", planned);
+    if (fits_alone) pass_fault.clear();
   }
+  FindContextFaults(arithmetic, job, node, pass_fault, planned);
 }
 
 void AddWarnings(const NodeMemory& node, PlannedMemory* planned) {

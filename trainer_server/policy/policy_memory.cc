@@ -70,13 +70,13 @@ PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, i
   return memory;
 }
 
-PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, int rank, std::int64_t rows, std::int64_t head_rows,
-                                 std::int64_t num_segments) {
+PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, int rank, const CpuPass& pass) {
+  const std::int64_t rows = pass.rows, head_rows = pass.head_rows;
   const std::int64_t d = config.hidden_size, f = config.intermediate_size, q = config.q_size(), kv = config.kv_size();
   const std::int64_t qkv = q + 2 * kv;
-  const std::int64_t columns = kv * (rows + (kColumnAlignment - 1) * num_segments);  // of keys, and of values
+  const std::int64_t columns = kv * (rows + (kColumnAlignment - 1) * pass.num_segments);  // of keys, and of values
   const std::int64_t tile_rows = std::min(rows, kCpuTileRows);
-  const std::int64_t head_tile_rows = std::min(head_rows, kCpuHeadRows);
+  const std::int64_t head_tile_rows = std::min(head_rows, pass.logit_chunk > 0 ? pass.logit_chunk : kCpuHeadRows);
   const std::int64_t head_tile = head_tile_rows * (std::min<std::int64_t>(config.vocab_size, kCpuHeadColumns) + d);
 
   const std::int64_t forward_rows = rows * (qkv + q + config.num_heads);

@@ -37,10 +37,15 @@ struct PolicyMemory {
 PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, int rank, std::int64_t rows,
                               std::int64_t head_rows);
 
-// The same of the CPU's backend, in fp32, whose layer inputs stay in the arena, with `num_segments` prompts and completions in
-// the micro-batch: their keys and values are packed in columns, each from a multiple of 16 on.
-PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, int rank, std::int64_t rows, std::int64_t head_rows,
-                                 std::int64_t num_segments);
+// The same of the CPU's backend, in fp32, whose layer inputs stay in the arena.
+struct CpuPass {
+  std::int64_t rows = 0;
+  std::int64_t head_rows = 0;
+  std::int64_t num_segments = 0;  // prompts and completions: their keys and values are packed in columns, each from a multiple of
+                                  // 16 on
+  std::int64_t logit_chunk = 0;   // rows of one head tile; 0: chosen
+};
+PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, int rank, const CpuPass& pass);
 // What dropout takes beside that, on either device: a tile of the widest input.
 std::uint64_t DropoutBytes(const ModelConfig& config, StorageFormat format, std::int64_t rows);
 
