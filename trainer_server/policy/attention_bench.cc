@@ -103,19 +103,21 @@ absl::Status Run() {
     const AttentionRows attention_rows(batch);
     const auto time = [&](const char* name, const FusedAttention& attention) -> absl::Status {
       const std::uint64_t held = scope.used_bytes();
+      TANDEM_ASSIGN_OR_RETURN(const DeviceMemoryUse before, DriverMemory(Device::kCuda));
       TANDEM_ASSIGN_OR_RETURN(const double forward,
                               MedianSeconds(stream.get(), [&] { attention.Forward(qkv.data(), output.data(), lse.data()); }));
       TANDEM_ASSIGN_OR_RETURN(const double backward, MedianSeconds(stream.get(), [&] {
                                 attention.Backward(qkv.data(), output.data(), lse.data(), grad_output.data(), grad_qkv.data());
                               }));
+      TANDEM_ASSIGN_OR_RETURN(const DeviceMemoryUse after, DriverMemory(Device::kCuda));
       const double flop = 4 * NumScores() * static_cast<double>(q);
       std::printf(
-          "%s: %lld rows, prompt %d, %d completions, %d/%d heads of %d: forward %.3f ms %.0f TFLOP/s, backward %.3f ms %.0f "
-          "TFLOP/s, "
-          "scratch %.1f MiB\n",
+          "%s: %lld rows, prompt %d, %d completions, %d/%d heads of %d: forward %.3f ms %.0f TFLOP/s, backward %.3f ms "
+          "%.0f TFLOP/s, scratch %.1f MiB, outside of it %.1f MiB\n",
           name, static_cast<long long>(rows), absl::GetFlag(FLAGS_prompt), absl::GetFlag(FLAGS_completions), config.num_heads,
           config.num_kv_heads, config.head_dim, forward * 1e3, flop / forward * 1e-12, backward * 1e3,
-          2.5 * flop / backward * 1e-12, static_cast<double>(scope.peak_bytes() - held) / kMiB);
+          2.5 * flop / backward * 1e-12, static_cast<double>(scope.peak_bytes() - held) / kMiB,
+          (static_cast<double>(before.free_bytes) - static_cast<double>(after.free_bytes)) / kMiB);
       return absl::OkStatus();
     };
     if (CudnnAttention::Serves(config)) {
