@@ -28,7 +28,7 @@ struct Group {
 };
 
 inline std::vector<MicroBatch> Pack(const std::vector<Group>& groups, std::int64_t max_tokens = 1 << 20) {
-  static const std::vector<std::uint8_t> kMask(4096, 1);
+  static const std::vector<std::uint8_t> kMask(1 << 16, 1);
   std::vector<GroupToPack> to_pack;
   std::int32_t sequence = 0;
   for (const Group& group : groups) {
