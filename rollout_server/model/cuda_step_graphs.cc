@@ -22,7 +22,9 @@ absl::Status StepGraphs::Run(const StepGraphKey& key, const std::function<absl::
     return enqueue();
   }
   if (graph->second.executable == nullptr) {
+    const std::uint64_t bytes_before = bytes_;
     TANDEM_RETURN_IF_ERROR(Capture(enqueue, &graph->second));
+    if (bytes_ > limits_.max_bytes && bytes_ > bytes_before) max_graphs_ = std::max<std::size_t>(num_graphs_ - 1, 1);
     DropOldest(graph);
   }
   return CudaToStatus(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph->second.executable), static_cast<cudaStream_t>(stream_)),
@@ -43,10 +45,10 @@ absl::Status StepGraphs::Capture(const std::function<absl::Status()>& enqueue, G
   if (captured != nullptr) (void)cudaGraphDestroy(captured);
   if (status.ok()) status = CudaToStatus(cudaGraphUpload(executable, stream), "capturing a step: upload");
   graph->executable = executable;
+  if (executable != nullptr) ++num_graphs_;
   const absl::StatusOr<DeviceMemoryUse> after = DriverMemory(Device::kCuda);
   // Others of the card may take or give back memory in between: then too much is counted, or nothing.
-  if (before.ok() && after.ok() && before->free_bytes > after->free_bytes) graph->bytes = before->free_bytes - after->free_bytes;
-  bytes_ += graph->bytes;
+  if (before.ok() && after.ok() && before->free_bytes > after->free_bytes) bytes_ += before->free_bytes - after->free_bytes;
   if (!status.ok()) (void)cudaGetLastError();  // what a failed capture leaves behind is told in the status
   return status;
 }
@@ -57,18 +59,20 @@ StepGraphs::Graphs::iterator StepGraphs::Drop(Graphs::iterator graph) {
     const absl::Status status =
         CudaToStatus(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph->second.executable)), "destroying a step graph");
     if (!status.ok()) TANDEM_LOG(kWarning, "model", status.ToString());
+    --num_graphs_;
   }
-  bytes_ -= graph->second.bytes;
   return graphs_.erase(graph);
 }
 
 void StepGraphs::DropOldest(Graphs::iterator kept) {
-  while (graphs_.size() > 1 && (bytes_ > limits_.max_bytes || graphs_.size() > limits_.max_keys)) {
+  while (num_graphs_ > max_graphs_ || graphs_.size() > limits_.max_keys) {
+    const bool any_will_do = graphs_.size() > limits_.max_keys;  // else a captured one
     auto oldest = graphs_.end();
     for (auto graph = graphs_.begin(); graph != graphs_.end(); ++graph) {
-      if (graph == kept) continue;
+      if (graph == kept || (!any_will_do && graph->second.executable == nullptr)) continue;
       if (oldest == graphs_.end() || graph->second.last_run < oldest->second.last_run) oldest = graph;
     }
+    if (oldest == graphs_.end()) return;
     Drop(oldest);
   }
 }
@@ -77,11 +81,6 @@ void StepGraphs::Forget(std::uint64_t adapter) {
   for (auto graph = graphs_.begin(); graph != graphs_.end();) {
     graph = graph->first.adapter == adapter ? Drop(graph) : std::next(graph);
   }
-}
-
-std::size_t StepGraphs::num_graphs() const {
-  return static_cast<std::size_t>(
-      std::count_if(graphs_.begin(), graphs_.end(), [](const auto& entry) { return entry.second.executable != nullptr; }));
 }
 
 }  // namespace tandem

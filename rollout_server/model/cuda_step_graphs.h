@@ -2,8 +2,9 @@
 // key is seen (which also lets the products choose their algorithms), captured the second time, replayed from then on. What the
 // kernels read must lie at the same places every time. Confined to the engine thread.
 //
-// Graphs lie in device memory outside the pool. What each takes is measured as it is made, by the driver's free memory; beyond
-// the limits those go that have not been run for longest.
+// Graphs lie in device memory outside the pool, which the driver takes in pieces and keeps for later graphs when one is dropped.
+// What it takes is measured as graphs are made. When that passes the limit, no more graphs than there were before are kept from
+// then on, those that ran last: new ones are made in the memory of the others.
 #pragma once
 
 #include <cstddef>
@@ -27,13 +28,13 @@ struct StepGraphKey {
 };
 
 struct StepGraphLimits {
-  std::uint64_t max_bytes = 256 << 20;
-  std::size_t max_keys = 512;  // at least 1
+  std::uint64_t max_bytes = 256 << 20;  // passed by what the driver takes at a time, some MiB
+  std::size_t max_keys = 512;           // at least 1
 };
 
 class StepGraphs {
  public:
-  StepGraphs(void* stream, StepGraphLimits limits) : stream_(stream), limits_(limits) {}
+  StepGraphs(void* stream, StepGraphLimits limits) : stream_(stream), limits_(limits), max_graphs_(limits.max_keys) {}
   StepGraphs(const StepGraphs&) = delete;
   StepGraphs& operator=(const StepGraphs&) = delete;
   ~StepGraphs();
@@ -42,26 +43,26 @@ class StepGraphs {
   // Drops the graphs of an adapter that no step will name again.
   void Forget(std::uint64_t adapter);
 
-  std::size_t num_graphs() const;  // captured
-  // Measured. The driver gives memory out in larger pieces than a graph: one takes 0, another the piece.
-  std::uint64_t bytes() const { return bytes_; }
+  std::size_t num_graphs() const { return num_graphs_; }  // captured
+  std::uint64_t bytes() const { return bytes_; }          // that the driver took while graphs were made
 
  private:
   struct Graph {
     void* executable = nullptr;  // cudaGraphExec_t; null: run once, not captured yet
-    std::uint64_t bytes = 0;
     std::uint64_t last_run = 0;
   };
   using Graphs = std::map<StepGraphKey, Graph>;
 
   absl::Status Capture(const std::function<absl::Status()>& enqueue, Graph* graph);
   Graphs::iterator Drop(Graphs::iterator graph);
-  // Until there is room, but never `kept`.
+  // Down to the limits, the oldest first; never `kept`.
   void DropOldest(Graphs::iterator kept);
 
   void* const stream_;
   const StepGraphLimits limits_;
   Graphs graphs_;
+  std::size_t num_graphs_ = 0;
+  std::size_t max_graphs_;
   std::uint64_t bytes_ = 0;
   std::uint64_t num_runs_ = 0;
 };
