@@ -24,6 +24,19 @@ using testing::RunAutograd;
 using testing::TinyAdapter;
 using testing::TinyModel;
 
+// The reference itself, without a GPU.
+TEST(AutogradTest, EqualsTheCpusPolicy) {
+  const TinyModel base;
+  const TinyAdapter adapter(base.config, 4, testing::AllLinearKinds(), 0.5f, 3);
+  const PolicyOptions options = AllLayers();
+  const std::vector<MicroBatch> batches = Pack({{RandomIds(1, 20), {RandomIds(2, 30)}}});
+  const AutogradResult exact = RunAutograd(base, options, adapter, batches[0], RowGradients(batches[0], 1), false);
+  const Result ours = testing::CpuPolicy(base, options, adapter).Run(batches, false);
+  EXPECT_LT(LargestDifference(exact.logprobs, ours.scores.logprobs), 1e-4);
+  EXPECT_GE(Cosine(exact.gradient, ours.gradient), 0.99999);
+  EXPECT_LT(RelativeError(ours.gradient, exact.gradient), 1e-3);
+}
+
 class AutogradGpuTest : public PolicyGpuTest {
  protected:
   AutogradGpuTest() : PolicyGpuTest(std::uint64_t{3} << 30) {}

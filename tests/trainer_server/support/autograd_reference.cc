@@ -34,12 +34,13 @@ class Network {
     RopeTable<float> rope(config);
     rope.Ensure(rows);
     const std::int64_t half = config.head_dim / 2;
-    const at::Tensor cosines = View(const_cast<float*>(rope.cosines(0)), {rows, 1, half}),
-                     sines = View(const_cast<float*>(rope.sines(0)), {rows, 1, half});
+    const at::Tensor cosines = View(const_cast<float*>(rope.cosines(0)), {rows, 1, half}).clone(),
+                     sines = View(const_cast<float*>(rope.sines(0)), {rows, 1, half}).clone();
     const auto rotate = [&](const at::Tensor& heads) {
       const at::Tensor low = heads.narrow(-1, 0, half).to(at::kFloat), high = heads.narrow(-1, half, half).to(at::kFloat);
       return at::cat({low * cosines - high * sines, high * cosines + low * sines}, -1).to(dtype_);
     };
+    const at::Tensor future = at::ones({rows, rows}, at::kBool).triu(1);
     for (int layer = 0; layer < config.num_layers; ++layer) {
       const LayerPlaces& places = base_.layout.layers[static_cast<std::size_t>(layer)];
       const at::Tensor h = Norm(x, places.input_norm);
@@ -52,12 +53,10 @@ class Network {
       const at::Tensor query = rotate(heads(LinearKind::kQProj, 0, q)),
                        key = rotate(heads(LinearKind::kKProj, q, kv)).repeat_interleave(group, 1),
                        value = heads(LinearKind::kVProj, q + kv, kv).repeat_interleave(group, 1);
-      const at::Tensor attention =
-          at::scaled_dot_product_attention(query.transpose(0, 1).unsqueeze(0), key.transpose(0, 1).unsqueeze(0),
-                                           value.transpose(0, 1).unsqueeze(0), {}, 0, /*is_causal=*/true)
-              .squeeze(0)
-              .transpose(0, 1)
-              .reshape({rows, q});
+      const at::Tensor scores = at::matmul(query.transpose(0, 1), key.permute({1, 2, 0})).to(at::kFloat) /
+                                std::sqrt(static_cast<double>(config.head_dim));
+      const at::Tensor shares = at::softmax(scores.masked_fill(future, -INFINITY), -1).to(dtype_);
+      const at::Tensor attention = at::matmul(shares, value.transpose(0, 1)).transpose(0, 1).reshape({rows, q});
       x = x + Linear(attention, Weight(places.o), layer, LinearKind::kOProj);
       const at::Tensor n = Norm(x, places.post_norm), gate_up = Weight(places.gate_up);
       const std::int64_t f = config.intermediate_size;
