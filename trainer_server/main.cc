@@ -95,27 +95,24 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   environment.device = {device, compute.stream.get(), compute.optimizer_scratch.data()};
   std::vector<v1::OwnedBytes> fixed = standing->Ledger();  // no job has anything there yet
   std::erase_if(fixed, [](const v1::OwnedBytes& owned) { return owned.owner() == "free"; });
-  NodeMemoryReader node_memory({description.config, description.format, std::move(fixed)}, pool.get(), &peer);
+  const AttentionOptions attention = CudaAttentionOptions(description.config, absl::GetFlag(FLAGS_deterministic_attention));
+  NodeMemoryReader node_memory({description.config, description.format, attention, std::move(fixed)}, pool.get(), &peer);
   environment.node_memory = [&node_memory] { return node_memory.Read(); };
   const std::byte* const weights = pool->region(v1::REGION_KIND_WEIGHTS).data();
   std::span<std::byte> kv_scales = pool->region(v1::REGION_KIND_ROLLOUT_STANDING);
   if (kv_scales.size() < KvScaleTable::Bytes(description.config)) kv_scales = {};  // nor has a cache in fp8 room there
-  const PolicyDevice policy_device{device,
-                                   compute.stream.get(),
-                                   compute.gemm.get(),
-                                   kv_scales,
-                                   {.is_deterministic = absl::GetFlag(FLAGS_deterministic_attention)}};
+  const PolicyDevice policy_device{device, compute.stream.get(), compute.gemm.get(), kv_scales, attention};
   environment.make_policy = [&description, &layout, weights, policy_device](const AdapterMemory& memory,
                                                                             const PolicyOptions& options) {
     return PolicyModel::Create(description.config, layout, weights, memory, options, policy_device);
   };
   environment.enter_arena = [device](std::span<std::byte> elastic) { return std::make_unique<ArenaPhase>(elastic, device); };
-  TANDEM_LOG(
-      kInfo, "main", "compute device=", DescribeDevice(device), " weights=", StorageFormatName(description.format), " products=",
-      device == Device::kCpu            ? "fp32"
-      : IsQuantized(description.format) ? "bf16(dequantised)"
-                                        : "bf16",
-      " attention=", device == Device::kCpu ? "own(packed)" : CudaAttentionName(description.config, policy_device.attention));
+  TANDEM_LOG(kInfo, "main", "compute device=", DescribeDevice(device), " weights=", StorageFormatName(description.format),
+             " products=",
+             device == Device::kCpu            ? "fp32"
+             : IsQuantized(description.format) ? "bf16(dequantised)"
+                                               : "bf16",
+             " attention=", device == Device::kCpu ? "own(packed)" : CudaAttentionName(description.config, attention));
   JobRunner runner(store.get(), environment, {.directory = config.data_dir});
   const JobSurroundings surroundings{description.config, encoder, content.get(), environment.node_memory};
   JobService service(

@@ -10,6 +10,7 @@
 #include "common/model/weight_layout.h"
 #include "proto/job.pb.h"
 #include "proto/rollout.pb.h"
+#include "trainer_server/policy/fused_attention.h"
 
 namespace tandem {
 
@@ -17,6 +18,7 @@ namespace tandem {
 struct NodeMemory {
   Device device = Device::kCpu;
   StorageFormat weight_format = StorageFormat::kFp32;
+  AttentionOptions attention;  // of the trainer on a GPU
   // The pool's regions.
   std::uint64_t weights_bytes = 0;
   std::uint64_t model_bytes = 0;

@@ -40,6 +40,7 @@ NodeMemory NodeMemoryReader::Read() {
   NodeMemory node;
   node.device = member_->device();
   node.weight_format = options_.weight_format;
+  node.attention = options_.attention;
   const auto size_of = [this](v1::RegionKind kind) { return std::uint64_t{member_->region(kind).size()}; };
   node.weights_bytes = size_of(v1::REGION_KIND_WEIGHTS);
   node.model_bytes = size_of(v1::REGION_KIND_MODEL);

@@ -17,6 +17,7 @@ class NodeMemoryReader {
   struct Options {
     ModelConfig model;
     StorageFormat weight_format = StorageFormat::kFp32;
+    AttentionOptions attention;
     std::vector<v1::OwnedBytes> trainer_fixed;  // see NodeMemory
   };
   // `member` and `peer` outlive this.

@@ -173,7 +173,7 @@ template <typename T>
 std::unique_ptr<typename CudaBackend<T>::LayerInputs> CudaBackend<T>::KeepLayerInputs(std::int64_t num_rows,
                                                                                       std::int64_t num_head_rows,
                                                                                       std::int64_t rank) {
-  const PolicyMemory memory = PlanPolicyMemory(config_, format_, static_cast<int>(rank), num_rows, num_head_rows);
+  const PolicyMemory memory = PlanPolicyMemory(config_, format_, attention_, static_cast<int>(rank), num_rows, num_head_rows);
   const std::uint64_t free_bytes = LargestFreeArenaBytes(Device::kCuda);
   const std::uint64_t spare_bytes = free_bytes - std::min(free_bytes, memory.working_bytes);
   const auto spare_slots = static_cast<std::int64_t>(spare_bytes / std::max<std::uint64_t>(memory.layer_input_bytes, 1));
@@ -359,8 +359,9 @@ void CudaBackend<T>::FinishQkvBackward(Plan* plan, const AfterQkv& weights, cons
 template <typename T>
 std::unique_ptr<FusedAttention> CudaBackend<T>::MakeFusedAttention(const MicroBatch& batch) {
   const AttentionRows rows(batch);
-  if (!rows.is_served) return nullptr;
-  if (!attention_.is_deterministic && CudnnAttention::Serves(config_)) {
+  const AttentionKernel kernel = ChooseAttention(config_, format_, attention_);
+  if (!rows.is_served || kernel == AttentionKernel::kOwn) return nullptr;
+  if (kernel == AttentionKernel::kCudnn && CudnnAttention::Serves(config_)) {
     if (cudnn_graphs_ == nullptr) cudnn_graphs_ = std::make_unique<CudnnGraphs>(config_);
     return std::make_unique<CudnnAttention>(config_, rows, attention_.scratch_limit_bytes, cudnn_graphs_.get(),
                                             stream_->handle());

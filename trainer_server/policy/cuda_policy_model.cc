@@ -40,6 +40,10 @@ std::unique_ptr<PolicyModel> Make(const ModelConfig& config, const WeightLayout&
 
 }  // namespace
 
+AttentionOptions CudaAttentionOptions(const ModelConfig& config, bool is_deterministic) {
+  return {.is_deterministic = is_deterministic || !CudnnAttention::Serves(config)};
+}
+
 std::string CudaAttentionName(const ModelConfig& config, const AttentionOptions& options) {
   if (!options.is_deterministic && CudnnAttention::Serves(config)) return "cuDNN";
   return FlashAttention::Serves(config) ? "LibTorch's flash attention(deterministic)" : "own(packed, deterministic)";

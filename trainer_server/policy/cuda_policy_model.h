@@ -9,6 +9,8 @@
 
 namespace tandem {
 
+// Deterministic where it must be, and where cuDNN does not serve.
+AttentionOptions CudaAttentionOptions(const ModelConfig& config, bool is_deterministic);
 // What computes attention there, for a log.
 std::string CudaAttentionName(const ModelConfig& config, const AttentionOptions& options);
 

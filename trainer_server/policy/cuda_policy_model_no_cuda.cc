@@ -3,6 +3,9 @@
 
 namespace tandem {
 
+AttentionOptions CudaAttentionOptions(const ModelConfig&, bool is_deterministic) {
+  return {.is_deterministic = is_deterministic};
+}
 std::string CudaAttentionName(const ModelConfig&, const AttentionOptions&) { return "none"; }
 
 absl::StatusOr<std::unique_ptr<PolicyModel>> CreateCudaPolicyModel(const ModelConfig&, const WeightLayout&, const std::byte*,

@@ -8,7 +8,17 @@ namespace {
 
 constexpr std::int64_t kLeastRows = 128;                           // of a bucket
 constexpr std::int64_t kCudnnMarginBytes = std::int64_t{1} << 20;  // what cuDNN wants beside its sums
-constexpr std::int64_t kFlashMultiprocessors = 132;                // LibTorch sums queries' gradients once for so many heads
+// LibTorch keeps as many fp32 sums of the queries' gradients as fill this many multiprocessors with heads, and rounds each
+// sequence up to a tile of rows: the least number of sums counts that where sequences have 32 rows or more on average.
+constexpr std::int64_t kFlashMultiprocessors = 132;
+constexpr std::int64_t kFlashRowTile = 128;
+constexpr std::int64_t kLeastFlashSums = 5;
+constexpr int kMaxFlashHeadDim = 256;
+
+// Of all key-value heads, or as many at a time as the limit has room for.
+std::int64_t WithinLimit(std::int64_t bytes_of_head, std::int64_t num_heads, std::int64_t limit_bytes) {
+  return std::max(bytes_of_head, std::min(bytes_of_head * num_heads, limit_bytes)) + kCudnnMarginBytes;
+}
 
 }  // namespace
 
@@ -27,18 +37,33 @@ std::int64_t CudnnBackwardBytes(const ModelConfig& config, std::int64_t num_quer
   return AttentionRowsBucket(num_queries) * (4 * d + 4) + num_queries * (4 * d + 4) + num_keys * 4 * d;
 }
 
-std::int64_t CudnnScratchBytes(const ModelConfig& config, std::int64_t num_rows, std::int64_t scratch_limit_bytes) {
-  const std::int64_t of_head = std::max(CudnnForwardBytes(config, num_rows), CudnnBackwardBytes(config, num_rows, num_rows));
-  return std::max(of_head, std::min(of_head * config.num_kv_heads, scratch_limit_bytes)) + kCudnnMarginBytes;
+AttentionKernel ChooseAttention(const ModelConfig& config, StorageFormat format, const AttentionOptions& options) {
+  const int d = config.head_dim;
+  if (format == StorageFormat::kFp32) return AttentionKernel::kOwn;
+  if (!options.is_deterministic && (d == 64 || d == 128 || d == 256)) return AttentionKernel::kCudnn;
+  return d % 8 == 0 && d <= kMaxFlashHeadDim ? AttentionKernel::kFlash : AttentionKernel::kOwn;
 }
 
-std::int64_t FlashScratchBytes(const ModelConfig& config, std::int64_t num_rows) {
-  const std::int64_t q = config.q_size(), kv = config.kv_size(), heads = config.num_heads;
-  const std::int64_t sums = (kFlashMultiprocessors + heads - 1) / heads;
-  // Gathered queries, outputs and their gradients, keys and values; gradients; keys' and values' for every query head;
-  // log-sum-exps.
-  const std::int64_t of_row = 3 * 2 * q + 2 * 2 * kv + 2 * q + 2 * 2 * kv + 2 * 2 * q + 4 * q * sums + 3 * 4 * heads;
-  return num_rows * of_row;
+AttentionScratch PlanAttentionScratch(const ModelConfig& config, StorageFormat format, const AttentionOptions& options,
+                                      std::int64_t num_rows) {
+  const std::int64_t q = config.q_size(), kv = config.kv_size(), heads = config.num_heads, kv_heads = config.num_kv_heads;
+  switch (ChooseAttention(config, format, options)) {
+    case AttentionKernel::kOwn:
+      return {.forward_bytes = 0, .backward_bytes = 4 * heads * num_rows};
+    case AttentionKernel::kCudnn:
+      return {
+          .forward_bytes = WithinLimit(CudnnForwardBytes(config, num_rows), kv_heads, options.scratch_limit_bytes),
+          .backward_bytes = WithinLimit(CudnnBackwardBytes(config, num_rows, num_rows), kv_heads, options.scratch_limit_bytes)};
+    case AttentionKernel::kFlash:
+      break;
+  }
+  // Gathered queries, keys and values, and of the backward pass outputs and their gradients; what comes out; in the backward
+  // pass keys' and values' gradients for every query head, and several fp32 sums of the queries'.
+  const std::int64_t gathered = 2 * q + 2 * 2 * kv, padded_q = heads * ((config.head_dim + 31) / 32 * 32);
+  const std::int64_t sums = std::max((kFlashMultiprocessors + heads - 1) / heads, kLeastFlashSums);
+  return {.forward_bytes = num_rows * (gathered + 2 * q + 2 * 4 * heads),
+          .backward_bytes = num_rows * (gathered + 2 * 2 * q + 2 * q + 2 * 2 * kv + 2 * 2 * q + 3 * 4 * heads) +
+                            4 * padded_q * sums * (num_rows + kFlashRowTile)};
 }
 
 AttentionRows::AttentionRows(const MicroBatch& batch) : num_rows(static_cast<std::int64_t>(batch.token_ids.size())) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/model/model_config.h"
+#include "common/model/weight_layout.h"
 #include "trainer_server/batch/micro_batch.h"
 
 namespace tandem {
@@ -33,14 +34,21 @@ struct AttentionRows {
 };
 
 struct AttentionOptions {
-  bool is_deterministic = false;                               // the same bits each time, by LibTorch's kernel
+  bool is_deterministic = false;                               // the same bits each time: not by cuDNN
   std::int64_t scratch_limit_bytes = std::int64_t{512} << 20;  // of cuDNN's, which then splits its work
 };
+enum class AttentionKernel { kOwn, kFlash, kCudnn };
+// What serves packs without gaps on a card that has it.
+AttentionKernel ChooseAttention(const ModelConfig& config, StorageFormat format, const AttentionOptions& options);
 
-// Device memory that Forward and Backward take at most on `num_rows` rows, beside their arguments. Of cuDNN's: at most the limit
-// where one head fits into it.
-std::int64_t CudnnScratchBytes(const ModelConfig& config, std::int64_t num_rows, std::int64_t scratch_limit_bytes);
-std::int64_t FlashScratchBytes(const ModelConfig& config, std::int64_t num_rows);
+// Device memory that the passes of `num_rows` rows take at most, beside their arguments. cuDNN's: at most the limit where one
+// key-value head fits into it, and a margin.
+struct AttentionScratch {
+  std::int64_t forward_bytes = 0;
+  std::int64_t backward_bytes = 0;
+};
+AttentionScratch PlanAttentionScratch(const ModelConfig& config, StorageFormat format, const AttentionOptions& options,
+                                      std::int64_t num_rows);
 // Of that, for a key-value head of cuDNN's: Forward's call over prompts, either call of Backward.
 std::int64_t CudnnForwardBytes(const ModelConfig& config, std::int64_t num_queries);
 std::int64_t CudnnBackwardBytes(const ModelConfig& config, std::int64_t num_queries, std::int64_t num_keys);

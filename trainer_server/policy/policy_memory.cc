@@ -34,8 +34,8 @@ HeadTile ChooseHeadTile(const ModelConfig& config, std::int64_t element_bytes, s
   return tile;
 }
 
-PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, int rank, std::int64_t rows,
-                              std::int64_t head_rows) {
+PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, const AttentionOptions& attention, int rank,
+                              std::int64_t rows, std::int64_t head_rows) {
   const std::int64_t element = format == StorageFormat::kFp32 ? kSumBytes : 2;
   const std::int64_t d = config.hidden_size, f = config.intermediate_size, q = config.q_size(), kv = config.kv_size();
   const std::int64_t qkv = q + 2 * kv;
@@ -56,13 +56,14 @@ PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, i
   const std::int64_t forward_tile = element * (d + f + rank) + kSumBytes * 2 * f;
   const std::int64_t backward_tile = element * (2 * d + 4 * f + 4 * rank) + kSumBytes * d;
 
-  const std::int64_t forward = residual + forward_rows + values + tile_rows * forward_tile;
+  const AttentionScratch scratch = PlanAttentionScratch(config, format, attention, rows);
+  const std::int64_t forward = residual + forward_rows + values + std::max(tile_rows * forward_tile, scratch.forward_bytes);
   const std::int64_t head = residual + element * d * head_rows + 24 * head_rows +
                             static_cast<std::int64_t>(ChooseHeadTile(config, element, 0, head_rows).scratch_bytes);
   const std::int64_t head_gradient = 2 * residual + element * d * (head_rows + std::min(rows, head_rows));
   const std::int64_t backward = residual + forward_rows + unnormed + values;
   const std::int64_t mlp_backward = backward + tile_rows * backward_tile;
-  const std::int64_t attention_backward = backward + attention_gradients;
+  const std::int64_t attention_backward = backward + attention_gradients + scratch.backward_bytes;
 
   PolicyMemory memory;
   memory.working_bytes = Unsigned(standing + std::max({forward, head, head_gradient, mlp_backward, attention_backward}));

@@ -7,6 +7,7 @@
 
 #include "common/model/model_config.h"
 #include "common/model/weight_layout.h"
+#include "trainer_server/policy/fused_attention.h"
 
 namespace tandem {
 
@@ -34,8 +35,8 @@ struct PolicyMemory {
 };
 // A micro-batch of `rows` rows of which `head_rows` are scored, adapters of `rank` on all linear layers. Nothing here grows with
 // the group: micro-batches are counted one at a time.
-PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, int rank, std::int64_t rows,
-                              std::int64_t head_rows);
+PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, const AttentionOptions& attention, int rank,
+                              std::int64_t rows, std::int64_t head_rows);
 
 // The same of the CPU's backend, in fp32, whose layer inputs stay in the arena.
 struct CpuPass {

@@ -101,7 +101,7 @@ TEST_F(LayerInputsGpuTest, C33GradientsAreTheSameWhereverInputsAreKept) {
   const Result cpu = CpuPolicy(base, AllLayers(), adapter).Run(batches, false);
   for (const StorageFormat format : {StorageFormat::kFp32, StorageFormat::kBf16}) {
     GpuPolicy policy(base, format, AllLayers(), adapter, device());
-    const PolicyMemory memory = PlanPolicyMemory(config, format, 4, rows, head_rows);
+    const PolicyMemory memory = PlanPolicyMemory(config, format, {}, 4, rows, head_rows);
     std::vector<Result> results;
     for (const int num_slots : {6, 2, 3}) {
       const std::uint64_t bytes = memory.working_bytes + static_cast<std::uint64_t>(num_slots) * memory.layer_input_bytes;
