@@ -101,7 +101,12 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   const std::byte* const weights = pool->region(v1::REGION_KIND_WEIGHTS).data();
   std::span<std::byte> kv_scales = pool->region(v1::REGION_KIND_ROLLOUT_STANDING);
   if (kv_scales.size() < KvScaleTable::Bytes(description.config)) kv_scales = {};  // nor has a cache in fp8 room there
-  const PolicyDevice policy_device{device, compute.stream.get(), compute.gemm.get(), kv_scales, attention};
+  const PolicyDevice policy_device{.device = device,
+                                   .stream = compute.stream.get(),
+                                   .gemm = compute.gemm.get(),
+                                   .kv_scales = kv_scales,
+                                   .attention = attention,
+                                   .host_limit_bytes = LayerInputHostLimit()};
   environment.make_policy = [&description, &layout, weights, policy_device](const AdapterMemory& memory,
                                                                             const PolicyOptions& options) {
     return PolicyModel::Create(description.config, layout, weights, memory, options, policy_device);

@@ -33,6 +33,9 @@ std::uint64_t AvailableHostBytes() {
   return available;
 }
 
+// The rest is for what is no layer input: data sets, checkpoints on their way, page cache.
+std::uint64_t LayerInputHostLimit() { return AvailableHostBytes() / 8 * 7; }
+
 NodeMemoryReader::NodeMemoryReader(Options options, const PoolMember* member, const RolloutPeer* peer)
     : options_(std::move(options)), member_(member), peer_(peer) {}
 
@@ -51,8 +54,7 @@ NodeMemory NodeMemoryReader::Read() {
   for (const v1::OwnedBytes& owned : member_->RegionLedger()) {
     if (!owned.in_pool()) node.outside_bytes += owned.bytes();
   }
-  // The rest is for what is no layer input: data sets, checkpoints on their way, page cache.
-  if (node.device == Device::kCuda) node.host_limit_bytes = AvailableHostBytes() / 8 * 7;
+  if (node.device == Device::kCuda) node.host_limit_bytes = LayerInputHostLimit();
 
   const absl::StatusOr<v1::RolloutStatus> status = peer_->GetStatus();
   MutexLock lock(&mutex_);

@@ -35,5 +35,7 @@ class NodeMemoryReader {
 
 // Memory that this host, or the group of processes that this one is confined to, has left. 0 where the system does not say.
 std::uint64_t AvailableHostBytes();
+// Of that, what passes may page-lock for the inputs of layers.
+std::uint64_t LayerInputHostLimit();
 
 }  // namespace tandem

@@ -74,6 +74,7 @@ class CudaBackend {
         stream_(device.stream),
         copy_stream_(std::move(copy_stream)),
         gemm_(device.gemm),
+        host_limit_bytes_(device.host_limit_bytes),
         clock_(device.clock),
         kv_scales_(std::move(kv_scales)),
         attention_(device.attention),
@@ -84,7 +85,7 @@ class CudaBackend {
     if (clock_ != nullptr) clock_->Enter(stage, stream_->handle());
   }
   std::unique_ptr<Plan> MakePlan(const MicroBatch& batch);
-  // As many layers' inputs stay on the device as the arena has room for beside the pass.
+  // As many layers' stay on the device as the arena has room for beside the pass.
   std::unique_ptr<LayerInputs> KeepLayerInputs(std::int64_t num_rows, std::int64_t num_head_rows, std::int64_t rank);
   PassMemory last_pass() const { return last_pass_; }
   void Copy(T* to, const T* from, std::int64_t count) { CopyBytes(to, from, static_cast<std::size_t>(count) * sizeof(T)); }
@@ -157,6 +158,7 @@ class CudaBackend {
   Stream* stream_;
   std::unique_ptr<Stream> copy_stream_;
   Gemm* gemm_;
+  std::uint64_t host_limit_bytes_;
   StageClock* clock_;
   std::optional<KvScaleTable> kv_scales_;
   bool is_rounding_logged_ = false;

@@ -96,7 +96,7 @@ void CudaLayerInputBytes::Keep(int layer) {
   if (layer < num_layers_ - num_slots_) Copy(&SlotOf(layer), HostPlace(layer), DevicePlace(layer));
 }
 
-const std::byte* CudaLayerInputBytes::Fetch(int layer) {
+std::byte* CudaLayerInputBytes::Fetch(int layer) {
   AwaitCopy(SlotOf(layer));
   return DevicePlace(layer);
 }

@@ -1,8 +1,9 @@
-// The layers' inputs between a forward pass and its backward pass on the GPU: those of the last layers stay in device memory, the
-// others go to page-locked host memory on a side stream and come back ahead of their use.
+// What is kept of every layer between a forward pass and its backward pass on the GPU, its input and, where there is room,
+// attention's output: that of the last layers stays in device memory, the others' goes to page-locked host memory on a side
+// stream and comes back ahead of its use.
 //
-// A ring of `num_slots` device buffers: layer l's input is in slot l mod num_slots. Forward, a slot is written again once its
-// earlier input has reached the host; so after the last layer the ring holds the last num_slots inputs, which never travel.
+// A ring of `num_slots` device buffers: what is kept of layer l is in slot l mod num_slots. Forward, a slot is written again once
+// its earlier input has reached the host; so after the last layer the ring holds the last num_slots inputs, which never travel.
 // Backward, a slot whose input has been used is filled with that of the layer num_slots below. num_slots = num_layers: nothing
 // travels.
 //
@@ -17,6 +18,7 @@
 
 #include "common/gpu/stream.h"
 #include "common/torch/buffer.h"
+#include "trainer_server/policy/layer_inputs.h"
 
 namespace tandem {
 
@@ -32,7 +34,7 @@ class LayerInputHost {
   std::unique_ptr<HostBuffer> memory_;
 };
 
-// Bytes of one pass's inputs, not elements: the same class for every format.
+// Bytes, not elements: the same class for every format.
 class CudaLayerInputBytes {
  public:
   // `host` has room for (num_layers - num_slots) inputs. `compute`: the stream of the pass. Everything outlives this.
@@ -45,7 +47,7 @@ class CudaLayerInputBytes {
 
   std::byte* Place(int layer);
   void Keep(int layer);
-  const std::byte* Fetch(int layer);
+  std::byte* Fetch(int layer);
   void Release(int layer);
   std::uint64_t offloaded_bytes() const { return input_bytes_ * static_cast<std::uint64_t>(num_layers_ - num_slots_); }
 
@@ -72,20 +74,47 @@ class CudaLayerInputBytes {
   std::vector<Slot> slots_;
 };
 
+// See KeptLayer. A slot holds a layer's input and, where it is kept, its attention output and log-sum-exps.
 template <typename T>
 class CudaLayerInputs {
  public:
-  CudaLayerInputs(int num_layers, std::int64_t num_slots, std::int64_t num_elements, LayerInputHost* host, Stream* compute,
-                  Stream* copy)
-      : bytes_(num_layers, num_slots, static_cast<std::uint64_t>(num_elements) * sizeof(T), host, compute, copy) {}
+  struct Shape {
+    int num_layers = 0;
+    std::int64_t num_rows = 0;
+    std::int64_t width = 0;            // of the input
+    std::int64_t attention_width = 0;  // q; 0: not kept
+    std::int64_t num_heads = 0;
 
-  T* Place(int layer) { return static_cast<T*>(static_cast<void*>(bytes_.Place(layer))); }
+    std::uint64_t input_bytes() const { return Padded(num_rows * width * static_cast<std::int64_t>(sizeof(T))); }
+    std::uint64_t attention_bytes() const { return Padded(num_rows * attention_width * static_cast<std::int64_t>(sizeof(T))); }
+    std::uint64_t slot_bytes() const {
+      return input_bytes() + attention_bytes() +
+             (attention_width == 0 ? 0 : Padded(num_rows * num_heads * static_cast<std::int64_t>(sizeof(float))));
+    }
+
+   private:
+    static std::uint64_t Padded(std::int64_t bytes) { return (static_cast<std::uint64_t>(bytes) + 255) / 256 * 256; }
+  };
+  CudaLayerInputs(const Shape& shape, std::int64_t num_slots, LayerInputHost* host, Stream* compute, Stream* copy)
+      : shape_(shape), bytes_(shape.num_layers, num_slots, shape.slot_bytes(), host, compute, copy) {}
+
+  bool keeps_attention() const { return shape_.attention_width > 0; }
+  KeptLayer<T, float> Place(int layer) { return At(bytes_.Place(layer)); }
   void Keep(int layer) { bytes_.Keep(layer); }
-  const T* Fetch(int layer) { return static_cast<const T*>(static_cast<const void*>(bytes_.Fetch(layer))); }
+  KeptLayer<T, float> Fetch(int layer) { return At(bytes_.Fetch(layer)); }
   void Release(int layer) { bytes_.Release(layer); }
-  std::uint64_t offloaded_bytes() const { return bytes_.offloaded_bytes(); }
 
  private:
+  KeptLayer<T, float> At(std::byte* slot) const {
+    KeptLayer<T, float> kept{.input = static_cast<T*>(static_cast<void*>(slot))};
+    if (!keeps_attention()) return kept;
+    slot += shape_.input_bytes();
+    kept.attention = static_cast<T*>(static_cast<void*>(slot));
+    kept.lse = static_cast<float*>(static_cast<void*>(slot + shape_.attention_bytes()));
+    return kept;
+  }
+
+  const Shape shape_;
   CudaLayerInputBytes bytes_;
 };
 

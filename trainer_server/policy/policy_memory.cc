@@ -68,6 +68,7 @@ PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, c
   PolicyMemory memory;
   memory.working_bytes = Unsigned(standing + std::max({forward, head, head_gradient, mlp_backward, attention_backward}));
   memory.layer_input_bytes = Unsigned(element * d * rows);
+  memory.layer_attention_bytes = Unsigned((element * q + kSumBytes * config.num_heads) * rows);
   return memory;
 }
 

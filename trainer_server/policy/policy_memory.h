@@ -30,8 +30,9 @@ HeadTile ChooseHeadTile(const ModelConfig& config, std::int64_t element_bytes, s
 inline constexpr std::int64_t kMinLayerInputSlots = 2;
 
 struct PolicyMemory {
-  std::uint64_t working_bytes = 0;      // peak of one Forward and Backward on the GPU, without layer inputs
-  std::uint64_t layer_input_bytes = 0;  // of one layer
+  std::uint64_t working_bytes = 0;          // peak of one Forward and Backward on the GPU, without layer inputs
+  std::uint64_t layer_input_bytes = 0;      // of one layer
+  std::uint64_t layer_attention_bytes = 0;  // of one layer on the GPU, where attention's output is kept too: if there is room
 };
 // A micro-batch of `rows` rows of which `head_rows` are scored, adapters of `rank` on all linear layers. Nothing here grows with
 // the group: micro-batches are counted one at a time.

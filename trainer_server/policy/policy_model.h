@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -39,6 +40,8 @@ struct PolicyDevice {
   // values as it does. Empty: there is no such cache. Outlives the policy.
   std::span<std::byte> kv_scales = {};
   AttentionOptions attention = {};
+  // Page-locked host memory that a pass may take for what it keeps of layers. Inputs that need more are an error.
+  std::uint64_t host_limit_bytes = std::numeric_limits<std::uint64_t>::max();
   StageClock* clock = nullptr;  // times the stages of passes; null: nobody wants to know
 };
 
@@ -50,8 +53,9 @@ struct AdapterMemory {
 
 // Of the last Forward, on a GPU.
 struct PassMemory {
-  std::int64_t layer_inputs_on_device = 0;  // layers
-  std::uint64_t offloaded_bytes = 0;        // of layer inputs, to the host, and back in the backward pass
+  std::int64_t layers_on_device = 0;  // whose input stays there
+  bool keeps_attention = false;       // and does not compute its output again in the backward pass
+  std::uint64_t offloaded_bytes = 0;  // of the other layers, to the host, and back in the backward pass
 };
 
 enum class PolicyKind { kPolicy, kReference };  // kReference: adapters off, or the starting adapter

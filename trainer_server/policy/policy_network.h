@@ -1,8 +1,8 @@
-// The policy's structure: forward over a packed micro-batch that keeps layer inputs only, rounded to elements; backward that
-// recomputes one layer at a time. Base weights are frozen: no gradient of a dense weight is ever formed, and the down projection
-// is not recomputed. Only attention sees all rows at once; everything else goes by tiles of rows (tiled MLP: Arctic Long Sequence
-// Training, 2025, arXiv 2506.13996, section 3.3), so that what is live of a row beside the layer inputs is its residual gradient,
-// q, k, v and the attention output with their gradients.
+// The policy's structure: forward over a packed micro-batch that keeps layer inputs, rounded to elements, and attention's
+// outputs where there is room; backward that recomputes one layer at a time. Base weights are frozen: no gradient of a dense
+// weight is ever formed, and the down projection is not recomputed. Only attention sees all rows at once; everything else goes by
+// tiles of rows (tiled MLP: Arctic Long Sequence Training, 2025, arXiv 2506.13996, section 3.3), so that what is live of a row
+// beside the layer inputs is its residual gradient, q, k, v and the attention output with their gradients.
 //
 // The arithmetic and the memory that it works on are a Backend's: CpuBackend (cpu_backend.h, which tells what each operation
 // does) or CudaBackend (cuda_backend.h). The residual stream, its gradient, what the forward's products give, and sums over rows
@@ -19,6 +19,7 @@
 #include "common/model/model_config.h"
 #include "common/torch/matrix.h"
 #include "trainer_server/batch/micro_batch.h"
+#include "trainer_server/policy/layer_inputs.h"
 #include "trainer_server/policy/linear_logprob.h"
 #include "trainer_server/policy/network_weights.h"
 
@@ -43,15 +44,16 @@ class PolicyNetwork {
   LinearLogprobs Forward(const MicroBatch& batch, const Lora& lora, const LoraDropout& dropout, bool needs_entropy_gradient);
   // Adds to the gradients in `lora`. Frees what Forward kept. Requires: has_kept().
   void Backward(std::span<const double> grad_logprobs, std::span<const double> grad_entropies);
-  bool has_kept() const { return kept_.has_value(); }
-  std::size_t num_kept_head_rows() const { return kept_->logprobs.logprobs.size(); }
-  bool keeps_entropy_gradient() const { return kept_->unit_gradient.size() == 0; }
-  void DropKept() { kept_.reset(); }
+  bool has_kept() const { return pending_.has_value(); }
+  std::size_t num_kept_head_rows() const { return pending_->logprobs.logprobs.size(); }
+  bool keeps_entropy_gradient() const { return pending_->unit_gradient.size() == 0; }
+  void DropKept() { pending_.reset(); }
   Backend& backend() { return backend_; }
   const Backend& backend() const { return backend_; }
 
  private:
-  struct Kept {
+  using Kept = KeptLayer<T, Sum>;
+  struct Pending {  // between Forward and Backward
     std::unique_ptr<Plan> plan;
     const Lora* lora = nullptr;
     LoraDropout dropout;
@@ -90,19 +92,21 @@ class PolicyNetwork {
   LayerValues ValuesOf(const Pass& pass, int layer);
   // Runs all layers on `hidden`; layer inputs go to `inputs` unless that is null.
   void ForwardLayers(const Pass& pass, Buffer<Sum>* hidden, LayerInputs* inputs);
-  // rows_at(first, rows, scratch): the layer's input, in scratch [rows, d] where it has to be made. Leaves qkv, attention and lse
-  // in the workspace.
+  // rows_at(first, rows, scratch): the layer's input, in scratch [rows, d] where it has to be made. Leaves qkv in the workspace.
   template <typename RowsAt>
-  void ForwardAttention(const Pass& pass, int layer, const LayerValues& values, RowsAt rows_at);
+  void ProjectQkv(const Pass& pass, int layer, const LayerValues& values, RowsAt rows_at);
+  // Computes attention into its place in `kept`, or in the workspace if it has none there; returns `kept` with it.
+  Kept Attend(const Pass& pass, Kept kept);
   static Matrix<Sum> QkvProduct(const Tile& tile, Matrix<T> qkv);
   // x += the output projection of the attention's rows from `first` on.
-  void AddAttention(const Pass& pass, const Tile& tile, int layer, const LayerValues& values, std::int64_t first, Matrix<Sum> x);
+  void AddAttention(const Pass& pass, const Tile& tile, int layer, const LayerValues& values, const T* attention,
+                    std::int64_t first, Matrix<Sum> x);
   // hidden += output projection of attention; hidden += mlp(norm(hidden)).
-  void ForwardMlp(const Pass& pass, int layer, const LayerValues& values, Sum* hidden);
+  void ForwardMlp(const Pass& pass, int layer, const LayerValues& values, const T* attention, Sum* hidden);
   // `grad`: dL/d(layer output) in, dL/d(layer input) out.
-  void BackwardLayer(const Pass& pass, int layer, const T* input, Sum* grad);
-  void BackwardMlp(const Pass& pass, int layer, const LayerValues& values, const T* input, Sum* grad);
-  void BackwardAttention(const Pass& pass, int layer, const LayerValues& values, const T* input, Sum* grad);
+  void BackwardLayer(const Pass& pass, int layer, const Kept& kept, Sum* grad);
+  void BackwardMlp(const Pass& pass, int layer, const LayerValues& values, const Kept& kept, Sum* grad);
+  void BackwardAttention(const Pass& pass, int layer, const LayerValues& values, const Kept& kept, Sum* grad);
   // Calls on_adapter(k, kind, pair, first column of y, end) for each of the linear's kinds that has an adapter.
   template <typename OnAdapter>
   void ForEachAdapter(const Pass& pass, const Linear& linear, OnAdapter on_adapter);
@@ -121,7 +125,7 @@ class PolicyNetwork {
   const ModelConfig config_;
   const NetworkWeights<T> weights_;
   Backend backend_;
-  std::optional<Kept> kept_;
+  std::optional<Pending> pending_;
 };
 
 }  // namespace tandem

@@ -50,6 +50,7 @@ ABSL_FLAG(int, tokens, 12, "tokens of each completion");
 ABSL_FLAG(int, micro_batch_tokens, 0, "rows of one micro-batch at most; 0: 2048, or one group");
 ABSL_FLAG(int, rank, 8, "rank of the adapter on all linear layers");
 ABSL_FLAG(int, steps, 3, "steps timed after a first one; the median counts");
+ABSL_FLAG(double, host_gib, 64, "page-locked host memory for what is kept of layers, at most");
 ABSL_FLAG(bool, deterministic_attention, false, "the same bits each time, by LibTorch's flash attention");
 ABSL_FLAG(bool, json, false, "one line of JSON instead of text");
 
@@ -243,12 +244,13 @@ void Print(const BenchedModel& bench, Device device, const Figures& figures) {
         "{\"bench\":\"trainer\",\"model\":\"%s\",\"weights\":\"%s\",\"device\":\"%s\",\"rank\":%d,\"rows\":%.0f,\"tokens\":%.0f,"
         "\"scored_tokens\":%.0f,\"micro_batches\":%zu,\"step_seconds_median\":%.4f,\"tokens_per_second\":%.1f,"
         "\"scored_tokens_per_second\":%.1f,\"useful_tflops\":%.1f,\"executed_tflops\":%.1f,\"reference_tflops\":%.1f,"
-        "\"layer_inputs_on_device\":%lld,\"offloaded_bytes\":%llu,\"gib\":%s,\"stage_seconds\":%s}\n",
+        "\"layers_on_device\":%lld,\"keeps_attention\":%s,\"offloaded_bytes\":%llu,\"gib\":%s,\"stage_seconds\":%s}\n",
         bench.config.name.c_str(), StorageFormatName(bench.layout.format), DeviceName(device).c_str(), absl::GetFlag(FLAGS_rank),
         figures.rows, figures.tokens, figures.scored, figures.micro_batches, figures.seconds, tokens_rate, scored_rate,
         figures.flops.useful / figures.seconds * 1e-12, figures.flops.executed / figures.seconds * 1e-12,
-        figures.reference_rate * 1e-12, static_cast<long long>(figures.pass.layer_inputs_on_device),
-        static_cast<unsigned long long>(figures.pass.offloaded_bytes), Json(figures.gib).c_str(), Json(figures.stages).c_str());
+        figures.reference_rate * 1e-12, static_cast<long long>(figures.pass.layers_on_device),
+        figures.pass.keeps_attention ? "true" : "false", static_cast<unsigned long long>(figures.pass.offloaded_bytes),
+        Json(figures.gib).c_str(), Json(figures.stages).c_str());
     return;
   }
   std::printf("%s, weights %s, adapter rank %d, %s, %d threads\n", bench.config.name.c_str(),
@@ -265,8 +267,9 @@ void Print(const BenchedModel& bench, Device device, const Figures& figures) {
   std::printf("\n");
   for (const auto& [stage, seconds] : figures.stages) std::printf("  %-20s %8.1f ms\n", stage.c_str(), 1000 * seconds);
   for (const auto& [owner, gib] : figures.gib) std::printf("  %-20s %8.3f GiB\n", owner.c_str(), gib);
-  std::printf("  layer inputs: %lld of %d stay on the device, %s to the host and back a pass\n",
-              static_cast<long long>(figures.pass.layer_inputs_on_device), bench.config.num_layers,
+  std::printf("  layer inputs%s: %lld of %d layers' stay on the device, %s to the host and back a pass\n",
+              figures.pass.keeps_attention ? " and attention's outputs" : "",
+              static_cast<long long>(figures.pass.layers_on_device), bench.config.num_layers,
               FormatBytes(figures.pass.offloaded_bytes).c_str());
 }
 
@@ -300,6 +303,7 @@ absl::Status RunBench() {
   const ArenaScope arena(memory.rest(), "activations", device);
   PolicyDevice policy_device{.device = device, .stream = stream.get(), .gemm = gemm.get()};
   policy_device.attention.is_deterministic = absl::GetFlag(FLAGS_deterministic_attention);
+  policy_device.host_limit_bytes = static_cast<std::uint64_t>(absl::GetFlag(FLAGS_host_gib) * (1 << 30));
   policy_device.clock = clock.get();
   TANDEM_ASSIGN_OR_RETURN(const auto policy, PolicyModel::Create(bench.config, bench.layout, bench.weights.data(),
                                                                  {masters, gradients}, options, policy_device));

@@ -2,9 +2,11 @@
 
 #include <chrono>
 #include <cstdio>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/trainer_server/support/gpu_policy.h"
 #include "trainer_server/policy/cuda_layer_inputs.h"
@@ -100,24 +102,55 @@ TEST_F(LayerInputsGpuTest, C33GradientsAreTheSameWhereverInputsAreKept) {
   ASSERT_GT(rows, 2 * kCudaTileRows);
   const Result cpu = CpuPolicy(base, AllLayers(), adapter).Run(batches, false);
   for (const StorageFormat format : {StorageFormat::kFp32, StorageFormat::kBf16}) {
-    GpuPolicy policy(base, format, AllLayers(), adapter, device());
     const PolicyMemory memory = PlanPolicyMemory(config, format, {}, 4, rows, head_rows);
-    std::vector<Result> results;
-    for (const int num_slots : {6, 2, 3}) {
-      const std::uint64_t bytes = memory.working_bytes + static_cast<std::uint64_t>(num_slots) * memory.layer_input_bytes;
-      const std::uint64_t slack = memory.layer_input_bytes / 2;
-      const ArenaScope arena(arena_->span().first((bytes + slack) / 256 * 256), "activations", Device::kCuda);
-      results.push_back(policy.Run(batches, false));
-      std::printf("%s, %d slots: arena %llu bytes, peak %llu\n", StorageFormatName(format), num_slots,
-                  static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(arena.peak_bytes()));
-      EXPECT_LE(arena.peak_bytes(), bytes);
-      ASSERT_EQ(results.back().gradient.size(), cpu.gradient.size());
-      EXPECT_EQ(results.back().gradient, results.front().gradient) << num_slots << " slots";
+    for (const bool keeps_attention : {false, true}) {
+      const std::uint64_t slot_bytes = memory.layer_input_bytes + (keeps_attention ? memory.layer_attention_bytes : 0);
+      PolicyDevice limited = device();
+      if (!keeps_attention) limited.host_limit_bytes = 5 * slot_bytes;  // not enough for attention's outputs
+      std::vector<Result> results;
+      for (const int num_slots : {6, 2, 3}) {
+        if (!keeps_attention && num_slots == 6) continue;  // all in the arena is enough for three with attention's outputs
+        GpuPolicy policy(base, format, AllLayers(), adapter, limited);
+        const std::uint64_t bytes = memory.working_bytes + static_cast<std::uint64_t>(num_slots) * slot_bytes;
+        const ArenaScope arena(arena_->span().first((bytes + slot_bytes / 2) / 256 * 256), "activations", Device::kCuda);
+        results.push_back(policy.Run(batches, false));
+        const PassMemory pass = policy.model()->last_pass();
+        std::printf("%s, %d slots, attention %s: arena %llu bytes, peak %llu, to the host %llu\n", StorageFormatName(format),
+                    num_slots, pass.keeps_attention ? "kept" : "computed again", static_cast<unsigned long long>(bytes),
+                    static_cast<unsigned long long>(arena.peak_bytes()), static_cast<unsigned long long>(pass.offloaded_bytes));
+        EXPECT_EQ(pass.keeps_attention, keeps_attention);
+        EXPECT_EQ(pass.layers_on_device, num_slots);
+        EXPECT_LE(arena.peak_bytes(), bytes + slot_bytes / 2);
+        ASSERT_EQ(results.back().gradient.size(), cpu.gradient.size());
+        EXPECT_EQ(results.back().gradient, results.front().gradient) << num_slots << " slots";
+      }
+      const double cosine = Cosine(cpu.gradient, results.front().gradient);
+      std::printf("%s, %lld rows: gradient cosine 1 - %.2e\n", StorageFormatName(format), static_cast<long long>(rows),
+                  1 - cosine);
+      EXPECT_GE(cosine, format == StorageFormat::kFp32 ? 0.99999 : 0.99);
     }
-    const double cosine = Cosine(cpu.gradient, results.front().gradient);
-    std::printf("%s, %lld rows: gradient cosine 1 - %.2e\n", StorageFormatName(format), static_cast<long long>(rows), 1 - cosine);
-    EXPECT_GE(cosine, format == StorageFormat::kFp32 ? 0.99999 : 0.99);
   }
+}
+
+TEST_F(LayerInputsGpuTest, InputsBeyondTheHostsLimitAreRefusedByName) {
+  ModelConfig config = testing::TinyConfig();
+  config.num_layers = 6;
+  const TinyModel base(config);
+  const TinyAdapter adapter(config, 4, testing::AllLinearKinds(), 0.2f, 3);
+  const std::vector<MicroBatch> batches = Pack({{RandomIds(1, 100), {RandomIds(2, 200)}}});
+  const PolicyMemory memory = PlanPolicyMemory(config, StorageFormat::kBf16, {}, 4, 300, 200);
+  PolicyDevice limited = device();
+  limited.host_limit_bytes = memory.layer_input_bytes;
+  GpuPolicy policy(base, StorageFormat::kBf16, AllLayers(), adapter, limited);
+  {
+    const std::uint64_t bytes = memory.working_bytes + 2 * memory.layer_input_bytes;
+    const ArenaScope arena(arena_->span().first((bytes + 1024) / 256 * 256), "activations", Device::kCuda);
+    const auto refused = policy.model()->Forward(batches[0], false, 3);
+    ASSERT_FALSE(refused.ok());
+    EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted) << refused.status();
+    EXPECT_THAT(std::string(refused.status().message()), ::testing::HasSubstr("layer inputs of 300 rows"));
+  }
+  EXPECT_TRUE(policy.model()->Forward(batches[0], false, 3).ok());  // where the arena holds them all
 }
 
 }  // namespace
