@@ -30,8 +30,8 @@ using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
 
 void Check(const absl::Status& status) { TORCH_CHECK(status.ok(), std::string(status.message())); }
 
-std::int64_t BatchBucket(std::int64_t sequences) {
-  return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(sequences)));
+std::int64_t PowerOfTwo(std::int64_t least) {
+  return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(least)));
 }
 
 // The most key-value heads at a time within the limit that divide their number.
@@ -310,11 +310,11 @@ CudnnAttention::CudnnAttention(const ModelConfig& config, const AttentionRows& r
     }
     call->backward_heads =
         HeadsAtOnce(num_kv_heads_, CudnnBackwardBytes(config, call->num_queries, call->num_keys), scratch_limit_bytes);
-    call->batch = BatchBucket(static_cast<std::int64_t>(sequences.query_lengths.size()));
+    call->batch = PowerOfTwo(static_cast<std::int64_t>(sequences.query_lengths.size()));
     call->longest_query = AttentionRowsBucket(call->longest_query);
     call->longest_key = AttentionRowsBucket(call->longest_key);
     call->total_queries = AttentionRowsBucket(call->num_queries);
-    call->total_keys = AttentionRowsBucket(call->num_keys);
+    call->total_keys = PowerOfTwo(AttentionRowsBucket(call->num_keys));  // sizes nothing: as few graphs as can be
     add_lengths(&call->query_lengths, sequences.query_lengths, call->batch);
     add_lengths(&call->key_lengths, sequences.key_lengths, call->batch);
     const std::int64_t forward_heads = call->forward_heads * group_, backward_width = call->backward_heads * head_dim_;

@@ -25,7 +25,7 @@ namespace tandem {
 // shape, so shapes are rounded up to buckets and the kMostKept graphs used last are kept. Confined to one thread.
 class CudnnGraphs {
  public:
-  static constexpr std::size_t kMostKept = 64;
+  static constexpr std::size_t kMostKept = 128;
 
   explicit CudnnGraphs(const ModelConfig& config);
   ~CudnnGraphs();
