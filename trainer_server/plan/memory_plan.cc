@@ -108,11 +108,11 @@ class Arithmetic {
     if (job_.has_dropout) policy.working_bytes += DropoutBytes(model_, node_.weight_format, Signed(rows));
     return policy;
   }
-  // Layers whose inputs stay in the elastic region: all that find room. Those of the others go to the host.
-  std::uint64_t LayersInPool(const PolicyMemory& policy) const {
-    if (node_.device == Device::kCpu) return num_layers();
-    const std::uint64_t room = Remaining(node_.elastic_bytes, policy.working_bytes) / policy.layer_input_bytes;
-    return std::clamp(room, std::min<std::uint64_t>(kMinLayerInputSlots, num_layers()), num_layers());
+  // What stays of every layer: on the CPU in the elastic region, on a GPU as far as that has room.
+  KeptLayers Kept(const PolicyMemory& policy) const {
+    if (node_.device == Device::kCpu) return {.num_slots = model_.num_layers, .slot_bytes = policy.layer_input_bytes};
+    return ChooseKeptLayers(policy, model_.num_layers, Remaining(node_.elastic_bytes, policy.working_bytes),
+                            node_.host_limit_bytes);
   }
   // The least that training takes of an elastic region of any size.
   std::uint64_t LeastTrainingBytes(const PolicyMemory& policy) const {
@@ -129,9 +129,7 @@ class Arithmetic {
         node_.device == Device::kCpu ? num_layers() : std::min<std::uint64_t>(kMinLayerInputSlots, num_layers());
     return policy.working_bytes + layers * policy.layer_input_bytes <= node_.elastic_bytes;
   }
-  bool FitsHost(const PolicyMemory& policy) const {
-    return (num_layers() - LayersInPool(policy)) * policy.layer_input_bytes <= node_.host_limit_bytes;
-  }
+  bool FitsHost(const PolicyMemory& policy) const { return Kept(policy).host_bytes <= node_.host_limit_bytes; }
 
   // Of the rollout server's standing region; where it does not say, all that it has.
   std::uint64_t rollout_standing_bytes() const {
@@ -188,7 +186,8 @@ class Arithmetic {
   double AttentionFlops(double first, double end) const {
     return 2 * (end * end - first * first) * model_.q_size() * model_.num_layers;
   }
-  double TrainingSeconds(double flops_per_second) const {
+  // `keeps_attention`: its forward pass is not computed again.
+  double TrainingSeconds(double flops_per_second, bool keeps_attention) const {
     const double prompts = Real(job_.prompts_per_step), group = Real(job_.group_size), prompt = Real(job_.longest_prompt_tokens),
                  completion = Real(job_.max_completion_tokens);
     // A group that is one micro-batch computes its prompt once, else each completion computes it anew.
@@ -197,7 +196,8 @@ class Arithmetic {
     const double rows = prompt_parts * prompt + prompts * group * completion, head_rows = prompts * group * completion;
     const double attention =
         prompt_parts * AttentionFlops(0, prompt) + prompts * group * AttentionFlops(prompt, prompt + completion);
-    const double update = 3 * linear_flops() * rows - down_flops() * rows + 2 * head_flops() * head_rows + 4.5 * attention;
+    const double update = 3 * linear_flops() * rows - down_flops() * rows + 2 * head_flops() * head_rows +
+                          (keeps_attention ? 3.5 : 4.5) * attention;
     const double scoring = linear_flops() * rows + head_flops() * head_rows + attention;
     return (Real(job_.updates_per_rollout) * update + Real(job_.scoring_passes) * scoring) / flops_per_second;
   }
@@ -255,14 +255,17 @@ void FillOwners(const Arithmetic& arithmetic, const JobMemory& job, const NodeMe
   table.Keep("trainer_standing_unused", v1::ROLE_TRAINER,
              Remaining(node.trainer_standing_bytes, arithmetic.trainer_standing_bytes()));
   const std::uint64_t kv_cache = arithmetic.KvBytes(plan->live_sequences());
-  const std::uint64_t layer_inputs = plan->layers_in_pool() * policy.layer_input_bytes;
+  const KeptLayers kept = arithmetic.Kept(policy);
+  const std::uint64_t activations = policy.working_bytes - (kept.keeps_attention ? policy.saved_bytes : 0);
+  // Where they do not all find room, shorter sequences keep those of more layers: up to all that is left.
+  const std::uint64_t layer_inputs =
+      kept.host_bytes > 0 ? Remaining(node.elastic_bytes, activations) : plan->layers_in_pool() * kept.slot_bytes;
   table.Add("kv_cache", v1::ROLE_ROLLOUT, v1::MEMORY_PLACE_POOL, kv_cache, 0);
-  table.Add("activations", v1::ROLE_TRAINER, v1::MEMORY_PLACE_POOL, 0, policy.working_bytes);
+  table.Add("activations", v1::ROLE_TRAINER, v1::MEMORY_PLACE_POOL, 0, activations);
   table.Add("layer_inputs", v1::ROLE_TRAINER, v1::MEMORY_PLACE_POOL, 0, layer_inputs);
   table.Add("elastic_unused", v1::ROLE_UNSPECIFIED, v1::MEMORY_PLACE_POOL, Remaining(node.elastic_bytes, kv_cache),
-            Remaining(node.elastic_bytes, policy.working_bytes + layer_inputs));
-  const std::uint64_t in_host = plan->layers_in_host() * policy.layer_input_bytes;
-  table.Add("host_layer_inputs", v1::ROLE_TRAINER, v1::MEMORY_PLACE_HOST, in_host, in_host);  // pinned once, then kept
+            Remaining(node.elastic_bytes, activations + layer_inputs));
+  table.Add("host_layer_inputs", v1::ROLE_TRAINER, v1::MEMORY_PLACE_HOST, kept.host_bytes, kept.host_bytes);  // pinned for good
   table.Add("outside_pool", v1::ROLE_UNSPECIFIED, v1::MEMORY_PLACE_OUTSIDE, node.outside_bytes, node.outside_bytes);
 }
 
@@ -316,9 +319,8 @@ std::string PassFault(const Arithmetic& arithmetic, const NodeMemory& node, cons
                         FormatBytes(node.elastic_bytes));
   }
   if (!arithmetic.FitsHost(policy)) {
-    return absl::StrCat("inputs of ", plan.layers_in_host(), " layers take ",
-                        FormatBytes(plan.layers_in_host() * policy.layer_input_bytes), " of host memory, of which ",
-                        FormatBytes(node.host_limit_bytes), " can be page-locked");
+    return absl::StrCat("inputs of ", plan.layers_in_host(), " layers take ", FormatBytes(arithmetic.Kept(policy).host_bytes),
+                        " of host memory, of which ", FormatBytes(node.host_limit_bytes), " can be page-locked");
   }
   return "";
 }
@@ -415,8 +417,9 @@ PlannedMemory PlanMemory(const ModelConfig& model, const JobMemory& job, const N
   const std::uint64_t rows = arithmetic.Rows(arithmetic.context());
   const PolicyMemory policy = arithmetic.Policy(rows);
   plan.set_micro_batch_rows(rows);
-  plan.set_layers_in_pool(static_cast<std::uint32_t>(arithmetic.LayersInPool(policy)));
-  plan.set_layers_in_host(static_cast<std::uint32_t>(arithmetic.num_layers() - arithmetic.LayersInPool(policy)));
+  const KeptLayers kept = arithmetic.Kept(policy);
+  plan.set_layers_in_pool(static_cast<std::uint32_t>(kept.num_slots));
+  plan.set_layers_in_host(static_cast<std::uint32_t>(model.num_layers - kept.num_slots));
 
   const std::uint64_t training = arithmetic.LeastTrainingBytes(policy);
   plan.set_asked_pool_bytes(arithmetic.AskedPoolBytes(std::max(arithmetic.KvBytes(wanted), training)));
@@ -427,7 +430,7 @@ PlannedMemory PlanMemory(const ModelConfig& model, const JobMemory& job, const N
   const Rates rates = RatesOf(node.device);
   plan.set_flops_per_second(rates.flops_per_second);
   plan.set_bytes_per_second(rates.bytes_per_second);
-  plan.set_training_seconds(arithmetic.TrainingSeconds(rates.flops_per_second));
+  plan.set_training_seconds(arithmetic.TrainingSeconds(rates.flops_per_second, kept.keeps_attention));
   plan.set_generation_seconds(arithmetic.GenerationSeconds(std::max(plan.live_sequences(), 1u), rates));
 
   FillOwners(arithmetic, job, node, policy, &plan);

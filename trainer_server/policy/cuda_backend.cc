@@ -172,33 +172,24 @@ void CudaBackend<T>::CopyBytes(void* to, const void* from, std::size_t size) {
 template <typename T>
 std::unique_ptr<typename CudaBackend<T>::LayerInputs> CudaBackend<T>::KeepLayerInputs(std::int64_t num_rows,
                                                                                       std::int64_t num_head_rows,
-                                                                                      std::int64_t rank) {
-  const PolicyMemory memory = PlanPolicyMemory(config_, format_, attention_, static_cast<int>(rank), num_rows, num_head_rows);
+                                                                                      std::int64_t rank, bool has_dropout) {
+  PolicyMemory memory = PlanPolicyMemory(config_, format_, attention_, static_cast<int>(rank), num_rows, num_head_rows);
+  if (has_dropout) memory.working_bytes += DropoutBytes(config_, format_, num_rows);
   const std::uint64_t free_bytes = LargestFreeArenaBytes(Device::kCuda);
   const std::uint64_t spare_bytes = free_bytes - std::min(free_bytes, memory.working_bytes);
-  typename LayerInputs::Shape shape{.num_layers = config_.num_layers, .num_rows = num_rows, .width = d()};
-  const auto choose_slots = [&](std::uint64_t slot_bytes) {
-    const std::int64_t fewest = std::min<std::int64_t>(kMinLayerInputSlots, config_.num_layers);
-    return std::clamp<std::int64_t>(static_cast<std::int64_t>(spare_bytes / slot_bytes), fewest, config_.num_layers);
-  };
-  const auto in_host = [&](std::int64_t num_slots, std::uint64_t slot_bytes) {
-    return static_cast<std::uint64_t>(config_.num_layers - num_slots) * slot_bytes;
-  };
-  // With attention's output, if that has room.
-  shape.attention_width = config_.q_size();
-  shape.num_heads = config_.num_heads;
-  std::int64_t num_slots = choose_slots(shape.slot_bytes());
-  if (static_cast<std::uint64_t>(num_slots) * shape.slot_bytes() > spare_bytes ||
-      in_host(num_slots, shape.slot_bytes()) > host_limit_bytes_) {
-    shape.attention_width = 0;
-    num_slots = choose_slots(shape.slot_bytes());
-  }
-  const std::uint64_t host_bytes = in_host(num_slots, shape.slot_bytes());
-  TORCH_CHECK_WITH(OutOfMemoryError, host_bytes <= host_limit_bytes_, "layer inputs of ", num_rows, " rows: ", host_bytes,
-                   " bytes do not stay on the device, and host memory may take ", host_limit_bytes_);
-  Check(layer_input_host_->Reserve(host_bytes));
-  last_pass_ = {num_slots, shape.attention_width > 0, host_bytes};
-  return std::make_unique<LayerInputs>(shape, num_slots, layer_input_host_.get(), stream_, copy_stream_.get());
+  const KeptLayers kept = ChooseKeptLayers(memory, config_.num_layers, spare_bytes, host_limit_bytes_);
+  TORCH_CHECK_WITH(OutOfMemoryError, kept.host_bytes <= host_limit_bytes_, "layer inputs of ", num_rows,
+                   " rows: ", kept.host_bytes, " bytes do not stay on the device, and host memory may take ", host_limit_bytes_);
+  Check(layer_input_host_->Reserve(kept.host_bytes));
+  last_pass_ = {kept.num_slots, kept.keeps_attention, kept.host_bytes};
+  const typename LayerInputs::Shape shape{.num_layers = config_.num_layers,
+                                          .num_rows = num_rows,
+                                          .width = d(),
+                                          .attention_width = kept.keeps_attention ? config_.q_size() : 0,
+                                          .num_heads = config_.num_heads};
+  TORCH_CHECK(shape.slot_bytes() == kept.slot_bytes, "a layer's slot of ", shape.slot_bytes(), " bytes, planned ",
+              kept.slot_bytes);
+  return std::make_unique<LayerInputs>(shape, kept.num_slots, layer_input_host_.get(), stream_, copy_stream_.get());
 }
 
 template <typename T>

@@ -86,7 +86,8 @@ class CudaBackend {
   }
   std::unique_ptr<Plan> MakePlan(const MicroBatch& batch);
   // As many layers' stay on the device as the arena has room for beside the pass.
-  std::unique_ptr<LayerInputs> KeepLayerInputs(std::int64_t num_rows, std::int64_t num_head_rows, std::int64_t rank);
+  std::unique_ptr<LayerInputs> KeepLayerInputs(std::int64_t num_rows, std::int64_t num_head_rows, std::int64_t rank,
+                                               bool has_dropout);
   PassMemory last_pass() const { return last_pass_; }
   void Copy(T* to, const T* from, std::int64_t count) { CopyBytes(to, from, static_cast<std::size_t>(count) * sizeof(T)); }
   void Round(const Sum* from, T* to, std::int64_t count);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "common/base/units.h"
+
 namespace tandem {
 namespace {
 
@@ -11,14 +13,16 @@ constexpr std::int64_t kHeadColumns = 16384;
 constexpr std::int64_t kHeadStateBytes = 64;  // at least a TokenLogprobState
 constexpr std::int64_t kIndexArrays = 16;     // of 4 bytes a row: tokens, positions, head rows, ranges of attention
 
-// The CPU's: columns of packed keys, tiles of LinearHead's defaults, and what each of a pass's buffers is rounded up to.
+constexpr std::int64_t kArenaAlignmentBytes = 256;
+
+// The CPU's: columns of packed keys, tiles of LinearHead's defaults, and buffers that live at a time.
 constexpr std::int64_t kColumnAlignment = 16;
 constexpr std::int64_t kCpuHeadRows = 256;
 constexpr std::int64_t kCpuHeadColumns = 2048;
 constexpr std::int64_t kCpuBuffers = 24;
-constexpr std::int64_t kArenaAlignmentBytes = 256;
 
 std::uint64_t Unsigned(std::int64_t bytes) { return static_cast<std::uint64_t>(bytes); }
+std::uint64_t InSlot(std::int64_t bytes) { return RoundUp(Unsigned(bytes), static_cast<std::uint64_t>(kArenaAlignmentBytes)); }
 
 }  // namespace
 
@@ -47,7 +51,7 @@ PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, c
       4 * kIndexArrays * rows + 4 * config.head_dim * rows + (element == kSumBytes ? 0 : element * adapter_elements);
   // All rows at once.
   const std::int64_t residual = kSumBytes * d * rows;  // hidden, or its gradient
-  const std::int64_t forward_rows = (element * (qkv + q) + kSumBytes * config.num_heads) * rows;
+  const std::int64_t attention_output = (element * q + kSumBytes * config.num_heads) * rows;
   const std::int64_t unnormed = config.has_qk_norm ? element * (q + kv) * rows : 0;
   const std::int64_t attention_gradients = element * (q + qkv) * rows;
   const std::int64_t values = IsQuantized(format) ? element * layer_weights : 0;
@@ -57,19 +61,39 @@ PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, c
   const std::int64_t backward_tile = element * (2 * d + 4 * f + 4 * rank) + kSumBytes * d;
 
   const AttentionScratch scratch = PlanAttentionScratch(config, format, attention, rows);
-  const std::int64_t forward = residual + forward_rows + values + std::max(tile_rows * forward_tile, scratch.forward_bytes);
   const std::int64_t head = residual + element * d * head_rows + 24 * head_rows +
                             static_cast<std::int64_t>(ChooseHeadTile(config, element, 0, head_rows).scratch_bytes);
   const std::int64_t head_gradient = 2 * residual + element * d * (head_rows + std::min(rows, head_rows));
-  const std::int64_t backward = residual + forward_rows + unnormed + values;
-  const std::int64_t mlp_backward = backward + tile_rows * backward_tile;
-  const std::int64_t attention_backward = backward + attention_gradients + scratch.backward_bytes;
+  const auto peak_of = [&](std::int64_t output) {
+    const std::int64_t layer = residual + element * qkv * rows + output + values;
+    const std::int64_t forward = layer + std::max(tile_rows * forward_tile, scratch.forward_bytes);
+    const std::int64_t mlp_backward = layer + unnormed + tile_rows * backward_tile;
+    const std::int64_t attention_backward = layer + unnormed + attention_gradients + scratch.backward_bytes;
+    return Unsigned(standing + std::max({forward, head, head_gradient, mlp_backward, attention_backward}));
+  };
 
   PolicyMemory memory;
-  memory.working_bytes = Unsigned(standing + std::max({forward, head, head_gradient, mlp_backward, attention_backward}));
-  memory.layer_input_bytes = Unsigned(element * d * rows);
-  memory.layer_attention_bytes = Unsigned((element * q + kSumBytes * config.num_heads) * rows);
+  memory.working_bytes = peak_of(attention_output);
+  memory.saved_bytes = memory.working_bytes - peak_of(0);
+  memory.layer_input_bytes = InSlot(element * d * rows);
+  memory.layer_attention_bytes = InSlot(element * q * rows) + InSlot(kSumBytes * config.num_heads * rows);
   return memory;
+}
+
+KeptLayers ChooseKeptLayers(const PolicyMemory& memory, std::int64_t num_layers, std::uint64_t spare_bytes,
+                            std::uint64_t host_limit_bytes) {
+  const auto choose = [&](bool keeps_attention) {
+    KeptLayers kept{.keeps_attention = keeps_attention};
+    kept.slot_bytes = memory.layer_input_bytes + (keeps_attention ? memory.layer_attention_bytes : 0);
+    const auto room = static_cast<std::int64_t>(spare_bytes / kept.slot_bytes);
+    kept.num_slots = std::clamp(room, std::min(kMinLayerInputSlots, num_layers), num_layers);
+    kept.host_bytes = Unsigned(num_layers - kept.num_slots) * kept.slot_bytes;
+    return kept;
+  };
+  const KeptLayers with_attention = choose(true);
+  const bool fits = Unsigned(with_attention.num_slots) * with_attention.slot_bytes <= spare_bytes &&
+                    with_attention.host_bytes <= host_limit_bytes;
+  return fits ? with_attention : choose(false);
 }
 
 PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, int rank, const CpuPass& pass) {

@@ -33,13 +33,26 @@ struct PolicyMemory {
   std::uint64_t working_bytes = 0;          // peak of one Forward and Backward on the GPU, without layer inputs
   std::uint64_t layer_input_bytes = 0;      // of one layer
   std::uint64_t layer_attention_bytes = 0;  // of one layer on the GPU, where attention's output is kept too: if there is room
+  std::uint64_t saved_bytes = 0;            // of working_bytes, where it is
 };
 // A micro-batch of `rows` rows of which `head_rows` are scored, adapters of `rank` on all linear layers. Nothing here grows with
 // the group: micro-batches are counted one at a time.
 PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, const AttentionOptions& attention, int rank,
                               std::int64_t rows, std::int64_t head_rows);
 
-// The same of the CPU's backend, in fp32, whose layer inputs stay in the arena.
+// What stays of every layer between the passes on a GPU, and where.
+struct KeptLayers {
+  std::int64_t num_slots = 0;  // layers on the device, the last ones; the others go to page-locked host memory
+  bool keeps_attention = false;
+  std::uint64_t slot_bytes = 0;  // of one layer
+  std::uint64_t host_bytes = 0;
+};
+// With attention's output where `spare_bytes` of the device, beside working_bytes, and the host have room for that; else inputs
+// alone, and then host_bytes may be beyond the limit.
+KeptLayers ChooseKeptLayers(const PolicyMemory& memory, std::int64_t num_layers, std::uint64_t spare_bytes,
+                            std::uint64_t host_limit_bytes);
+
+// PlanPolicyMemory of the CPU's backend, in fp32, whose layer inputs stay in the arena.
 struct CpuPass {
   std::int64_t rows = 0;
   std::int64_t head_rows = 0;
