@@ -117,7 +117,8 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
              device == Device::kCpu            ? "fp32"
              : IsQuantized(description.format) ? "bf16(dequantised)"
                                                : "bf16",
-             " attention=", device == Device::kCpu ? "own(packed)" : CudaAttentionName(description.config, attention));
+             " attention=",
+             device == Device::kCpu ? "own(packed)" : CudaAttentionName(description.config, description.format, attention));
   JobRunner runner(store.get(), environment, {.directory = config.data_dir});
   const JobSurroundings surroundings{description.config, encoder, content.get(), environment.node_memory};
   JobService service(

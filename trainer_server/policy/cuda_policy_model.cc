@@ -44,9 +44,18 @@ AttentionOptions CudaAttentionOptions(const ModelConfig& config, bool is_determi
   return {.is_deterministic = is_deterministic || !CudnnAttention::Serves(config)};
 }
 
-std::string CudaAttentionName(const ModelConfig& config, const AttentionOptions& options) {
-  if (!options.is_deterministic && CudnnAttention::Serves(config)) return "cuDNN";
-  return FlashAttention::Serves(config) ? "LibTorch's flash attention(deterministic)" : "own(packed, deterministic)";
+std::string CudaAttentionName(const ModelConfig& config, StorageFormat format, const AttentionOptions& options) {
+  switch (ChooseAttention(config, format, options)) {
+    case AttentionKernel::kCudnn:
+      if (CudnnAttention::Serves(config)) return "cuDNN";
+      [[fallthrough]];
+    case AttentionKernel::kFlash:
+      if (FlashAttention::Serves(config)) return "LibTorch's flash attention(deterministic)";
+      [[fallthrough]];
+    case AttentionKernel::kOwn:
+      break;
+  }
+  return "own(packed, deterministic)";
 }
 
 absl::StatusOr<std::unique_ptr<PolicyModel>> CreateCudaPolicyModel(const ModelConfig& config, const WeightLayout& layout,

@@ -12,7 +12,7 @@ namespace tandem {
 // Deterministic where it must be, and where cuDNN does not serve.
 AttentionOptions CudaAttentionOptions(const ModelConfig& config, bool is_deterministic);
 // What computes attention there, for a log.
-std::string CudaAttentionName(const ModelConfig& config, const AttentionOptions& options);
+std::string CudaAttentionName(const ModelConfig& config, StorageFormat format, const AttentionOptions& options);
 
 // Computes in the weights' type: bf16, or fp32. Requires: the arguments as PolicyModel::Create checked them. Errors:
 // INVALID_ARGUMENT (storage format, head size), UNIMPLEMENTED (no device code in this build).

@@ -6,7 +6,7 @@ namespace tandem {
 AttentionOptions CudaAttentionOptions(const ModelConfig&, bool is_deterministic) {
   return {.is_deterministic = is_deterministic};
 }
-std::string CudaAttentionName(const ModelConfig&, const AttentionOptions&) { return "none"; }
+std::string CudaAttentionName(const ModelConfig&, StorageFormat, const AttentionOptions&) { return "none"; }
 
 absl::StatusOr<std::unique_ptr<PolicyModel>> CreateCudaPolicyModel(const ModelConfig&, const WeightLayout&, const std::byte*,
                                                                    const AdapterMemory&, const PolicyOptions&,
