@@ -154,9 +154,10 @@ ArenaScope::~ArenaScope() {
   }
 }
 
-std::uint64_t LargestFreeArenaBytes(Device device) {
+ArenaUse CurrentArenaUse(Device device) {
   const std::shared_ptr<ArenaMemory>& memory = CurrentMemory(device);
-  return memory == nullptr ? 0 : memory->largest_free_bytes();
+  if (memory == nullptr) return {};
+  return {memory->used_bytes(), memory->largest_free_bytes()};
 }
 
 std::uint64_t ArenaScope::used_bytes() const { return memory_->used_bytes(); }

@@ -42,7 +42,11 @@ class ArenaScope {
   std::shared_ptr<ArenaMemory> outer_;  // of the enclosing scope
 };
 
-// The largest piece that the calling thread's scope on `device` could give now; without a scope 0.
-std::uint64_t LargestFreeArenaBytes(Device device);
+// Of the calling thread's scope on `device`; without a scope all 0.
+struct ArenaUse {
+  std::uint64_t used_bytes = 0;
+  std::uint64_t largest_free_bytes = 0;  // the largest piece that it could give now
+};
+ArenaUse CurrentArenaUse(Device device);
 
 }  // namespace tandem

@@ -153,7 +153,7 @@ std::unique_ptr<typename CudaBackend<T>::Plan> CudaBackend<T>::MakePlan(const Mi
     plan->rounds_kv = *are_set;
     if (*are_set && !is_rounding_logged_) {
       is_rounding_logged_ = true;
-      TANDEM_LOG(kInfo, "policy", "keys and values are rounded to E4M3, as in the rollout server's KV cache");
+      TANDEM_LOG(kInfo, "policy", "keys and values are rounded to fp8, as in the rollout server's KV cache");
     }
   }
   const std::int64_t num_positions = *std::max_element(batch.positions.begin(), batch.positions.end()) + 1;
@@ -175,8 +175,10 @@ std::unique_ptr<typename CudaBackend<T>::LayerInputs> CudaBackend<T>::KeepLayerI
                                                                                       std::int64_t rank, bool has_dropout) {
   PolicyMemory memory = PlanPolicyMemory(config_, format_, attention_, static_cast<int>(rank), num_rows, num_head_rows);
   if (has_dropout) memory.working_bytes += DropoutBytes(config_, format_, num_rows);
-  const std::uint64_t free_bytes = LargestFreeArenaBytes(Device::kCuda);
-  const std::uint64_t spare_bytes = free_bytes - std::min(free_bytes, memory.working_bytes);
+  const ArenaUse arena =
+      CurrentArenaUse(Device::kCuda);  // of the working memory, the pass's indices and adapter are used already
+  const std::uint64_t room_bytes = arena.used_bytes + arena.largest_free_bytes;
+  const std::uint64_t spare_bytes = room_bytes - std::min(room_bytes, memory.working_bytes);
   const KeptLayers kept = ChooseKeptLayers(memory, config_.num_layers, spare_bytes, host_limit_bytes_);
   TORCH_CHECK_WITH(OutOfMemoryError, kept.host_bytes <= host_limit_bytes_, "layer inputs of ", num_rows,
                    " rows: ", kept.host_bytes, " bytes do not stay on the device, and host memory may take ", host_limit_bytes_);

@@ -153,5 +153,49 @@ TEST_F(LayerInputsGpuTest, InputsBeyondTheHostsLimitAreRefusedByName) {
   EXPECT_TRUE(policy.model()->Forward(batches[0], false, 3).ok());  // where the arena holds them all
 }
 
+class LongPackGpuTest : public PolicyGpuTest {
+ protected:
+  LongPackGpuTest() : PolicyGpuTest(std::uint64_t{48} << 30) {}
+};
+
+// 720,000 rows of 3,072 features of q, k and v: each array of them has more than 2^31 elements. The gradient of 720 equal
+// sequences is 720 times that of one.
+TEST_F(LongPackGpuTest, RowsBeyondTwoToThe31ElementsTrainAsOneOfThem) {
+  constexpr int kSequences = 720;
+  ModelConfig config = testing::TinyConfig();
+  config.hidden_size = 1024;
+  config.intermediate_size = 1024;
+  config.num_heads = 8;
+  config.num_kv_heads = 8;
+  config.head_dim = 128;
+  const TinyModel base(config);
+  testing::ScaleMatrices(base, 0.25f);
+  testing::RoundWeights(base);
+  const TinyAdapter adapter(config, 4, testing::AllLinearKinds(), 0.05f, 3);
+  const Group one = {RandomIds(1, 992), {RandomIds(2, 8)}};
+  const std::vector<MicroBatch> single = Pack({one}), many = Pack(std::vector<Group>(kSequences, one), 1 << 20);
+  ASSERT_EQ(many.size(), 1u);
+  ASSERT_GT(many[0].token_ids.size() * 3072, std::size_t{1} << 31);
+  PolicyDevice limited = device();
+  limited.host_limit_bytes = std::uint64_t{8} << 30;
+  GpuPolicy policy(base, StorageFormat::kBf16, AllLayers(4, 0.05f), adapter, limited);
+  std::vector<std::vector<double>> gradients;
+  for (const MicroBatch* batch : {&single[0], &many[0]}) {
+    ASSERT_TRUE(policy.model()->ZeroGradients().ok());
+    const auto scores = policy.model()->Forward(*batch, false, 3);
+    ASSERT_TRUE(scores.ok()) << scores.status();
+    std::vector<double> shares(scores->logprobs.size());
+    for (std::size_t i = 0; i < shares.size(); ++i) shares[i] = 1.0 - 0.2 * static_cast<double>(i % 8);
+    const absl::Status status = policy.model()->Backward(shares, {});
+    ASSERT_TRUE(status.ok()) << status;
+    gradients.push_back(policy.Gradients());
+  }
+  for (double& value : gradients[0]) value *= kSequences;
+  const double cosine = Cosine(gradients[0], gradients[1]), relative = testing::RelativeError(gradients[1], gradients[0]);
+  std::printf("%zu rows: gradient cosine 1 - %.2e, relative %.2e\n", many[0].token_ids.size(), 1 - cosine, relative);
+  EXPECT_GE(cosine, 0.9999);
+  EXPECT_LT(relative, 0.02);
+}
+
 }  // namespace
 }  // namespace tandem
