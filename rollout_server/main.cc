@@ -26,7 +26,7 @@ ABSL_FLAG(int, max_sequences, 256, "sequences running at a time, in each lane");
 ABSL_FLAG(int, max_waiting_sequences, 16384,
           "sequences waiting at a time; beyond it requests are refused with RESOURCE_EXHAUSTED");
 ABSL_FLAG(std::string, kv_cache_dtype, "auto",
-          "KV cache: auto, on a GPU bf16 or fp8 (E4M3 with scales from the first prompts); auto: bf16, on the CPU fp32");
+          "KV cache: auto, on a GPU bf16 or fp8 (E3M4 with scales from the first prompts); auto: bf16, on the CPU fp32");
 ABSL_FLAG(int, max_streams, 64, "Generate streams at a time");
 ABSL_FLAG(int, max_adapters, 2, "adapters of one step, on a GPU; sequences of more jobs take turns");
 ABSL_FLAG(int, max_adapter_rank, 0,
@@ -73,7 +73,7 @@ absl::StatusOr<DType> KvDType(Device device) {
   const std::string name = absl::GetFlag(FLAGS_kv_cache_dtype);
   if (name == "auto") return device == Device::kCuda ? DType::kBf16 : DType::kFp32;
   if (device == Device::kCuda && name == "bf16") return DType::kBf16;
-  if (device == Device::kCuda && name == "fp8") return DType::kFp8E4m3;
+  if (device == Device::kCuda && name == "fp8") return DType::kFp8E3m4;
   return absl::InvalidArgumentError(
       absl::StrCat("--kv_cache_dtype=", name, ": auto, on a GPU also bf16 and fp8; the CPU's cache is fp32"));
 }

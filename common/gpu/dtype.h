@@ -5,7 +5,7 @@
 
 namespace tandem {
 
-enum class DType { kFp32, kBf16, kFp8E4m3 };
+enum class DType { kFp32, kBf16, kFp8E3m4 };
 
 constexpr std::size_t ElementBytes(DType dtype) { return dtype == DType::kFp32 ? 4 : dtype == DType::kBf16 ? 2 : 1; }
 

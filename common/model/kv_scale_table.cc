@@ -24,7 +24,7 @@ KvScaleTable::KvScaleTable(const ModelConfig& config, const std::string& digest,
     : num_layers_(config.num_layers),
       num_kv_heads_(config.num_kv_heads),
       record_([&] {
-        std::string record = absl::StrCat("tandem E4M3 KV scales of ", digest);
+        std::string record = absl::StrCat("tandem fp8 KV scales of ", digest);
         record.resize(kRecordBytes);
         return record;
       }()),

@@ -1,4 +1,4 @@
-// Where the scales of a KV cache in E4M3 lie, for both daemons: at the beginning of the rollout server's standing region, behind
+// Where the scales of a KV cache in fp8 lie, for both daemons: at the beginning of the rollout server's standing region, behind
 // a record that says whose they are. The rollout server measures them in the first step and sets the record; from then on they
 // stand for good: through publishing, phase switches and its restart, since pages that were written under them are read under
 // them. The trainer reads them in a phase of its own, after completions that were drawn with them: its forward pass rounds keys

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "kernels/base/elements.h"
+#include "kernels/kv_cache/fp8_kv.h"
 
 namespace tandem {
 namespace {
@@ -23,12 +24,12 @@ absl::Status CheckShape(const PagedAttentionShape& shape) {
   return CheckComputeType("paged attention", shape.dtype);
 }
 
-// An element of the cache. An E4M3 code stands for its product with the scale of its head.
+// An element of the cache. A code stands for the product of its number with the scale of its head.
 template <typename T>
 double CacheValue(const void* array, std::int64_t i, const float* scales, std::int64_t kv_head) {
   if (scales == nullptr) return static_cast<double>(ToFloat(static_cast<const T*>(array)[i]));
-  const float code = Fp8E4m3ToFloat(static_cast<const std::uint8_t*>(array)[i]);
-  return static_cast<double>(code) * static_cast<double>(scales[kv_head]);
+  const float number = Fp8KvNumber(static_cast<const std::uint8_t*>(array)[i]);
+  return static_cast<double>(number) * static_cast<double>(scales[kv_head]);
 }
 
 // One query row and head: softmax of its scores over `num_keys` keys, in double.

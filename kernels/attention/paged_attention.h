@@ -60,7 +60,7 @@ struct PagedAttentionParams {
   const void* keys = nullptr;         // page p: [page_tokens, num_kv_heads, head_dim] at keys + p page_stride
   const void* values = nullptr;       // as keys
   std::int64_t page_stride = 0;       // in elements
-  // [num_kv_heads] each: keys and values are E4M3 codes under these scales (kv_cache/fp8_kv.h). Null: they are of the shape's
+  // [num_kv_heads] each: keys and values are codes under these scales (kv_cache/fp8_kv.h). Null: they are of the shape's
   // type.
   const float* key_scales = nullptr;
   const float* value_scales = nullptr;

@@ -1,4 +1,4 @@
-// Head size 256, keys and values in bf16 and in E4M3.
+// Head size 256, keys and values in bf16 and in fp8.
 #include "kernels/attention/paged_attention_head.cuh"
 
 namespace tandem::internal {

@@ -1,4 +1,4 @@
-// Keys and values in E4M3, head sizes 64 and 128.
+// Keys and values in fp8, head sizes 64 and 128.
 #include "kernels/attention/paged_attention_head.cuh"
 
 namespace tandem::internal {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_fp8.h>
 
 #include <cmath>
 #include <exception>
@@ -17,9 +16,43 @@
 
 namespace tandem::internal {
 
+struct Fp8KvCode {  // kv_cache/fp8_kv.h
+  std::uint8_t bits;
+};
+
+}  // namespace tandem::internal
+
+namespace flashinfer {
+
+// Exponent and mantissa of a code move to the place that they have in bf16, and the product adds the difference of the biases.
+template <>
+struct vec_cast<nv_bfloat16, tandem::internal::Fp8KvCode> {
+  template <std::size_t kCount>
+  __device__ __forceinline__ static void cast(nv_bfloat16* numbers, const tandem::internal::Fp8KvCode* codes) {
+    static_assert(kCount % 4 == 0);
+    const __nv_bfloat162 bias = __float2bfloat162_rn(0x1p124f);
+#pragma unroll
+    for (std::size_t i = 0; i < kCount; i += 4) {
+      const std::uint32_t four = *reinterpret_cast<const std::uint32_t*>(codes + i);
+#pragma unroll
+      for (std::uint32_t pair = 0; pair < 2; ++pair) {
+        const std::uint32_t bits = __byte_perm(four, 0, pair == 0 ? 0x1404 : 0x3424);  // each code the upper half of its 16 bits
+        const std::uint32_t moved = (bits & 0x80008000u) | ((bits & 0x7f007f00u) >> 5);
+        __nv_bfloat162 two;
+        memcpy(&two, &moved, sizeof(two));
+        *reinterpret_cast<__nv_bfloat162*>(numbers + i + 2 * pair) = __hmul2(two, bias);
+      }
+    }
+  }
+};
+
+}  // namespace flashinfer
+
+namespace tandem::internal {
+
 using PagedPrefillParams = flashinfer::BatchPrefillPagedParams<__nv_bfloat16, __nv_bfloat16, __nv_bfloat16, std::int32_t>;
 
-using Fp8PrefillBase = flashinfer::BatchPrefillPagedParams<__nv_bfloat16, __nv_fp8_e4m3, __nv_bfloat16, std::int32_t>;
+using Fp8PrefillBase = flashinfer::BatchPrefillPagedParams<__nv_bfloat16, Fp8KvCode, __nv_bfloat16, std::int32_t>;
 struct Fp8PagedPrefillParams : Fp8PrefillBase {
   using Fp8PrefillBase::Fp8PrefillBase;
   const float* key_scales = nullptr;  // [num_kv_heads]
@@ -29,7 +62,7 @@ struct Fp8PagedPrefillParams : Fp8PrefillBase {
 using PlainHeads = flashinfer::DefaultAttention</*use_custom_mask=*/false, /*use_sliding_window=*/false,
                                                 /*use_logits_soft_cap=*/false, /*use_alibi=*/false>;
 
-// Keys and values in E4M3: a score is multiplied with its KV head's key scale, an output with its value scale, so sums are those
+// Keys and values as codes: a score is multiplied with its KV head's key scale, an output with its value scale, so sums are those
 // of the codes.
 struct ScaledHeads
     : flashinfer::DefaultAttention</*use_custom_mask=*/false, /*use_sliding_window=*/false, /*use_logits_soft_cap=*/false,

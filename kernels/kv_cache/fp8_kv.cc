@@ -48,7 +48,7 @@ void StoreReference(const Fp8KvParams& p) {
       const auto* x = static_cast<const Bf16*>(half == 0 ? p.keys : p.values) + row * row_size;
       auto* codes = static_cast<std::uint8_t*>(half == 0 ? p.key_pages : p.value_pages) + place;
       for (std::int64_t i = 0; i < row_size; ++i) {
-        codes[i] = FloatToFp8E4m3(ToFloat(x[i]) / p.scales[half * p.num_kv_heads + i / p.head_dim]);
+        codes[i] = ToFp8KvCode(ToFloat(x[i]), p.scales[half * p.num_kv_heads + i / p.head_dim]);
         if (p.queries == nullptr || std::isfinite(ToFloat(x[i]))) continue;
         static_cast<Bf16*>(p.queries)[row * p.query_row_stride] = FromFloat<Bf16>(std::numeric_limits<float>::quiet_NaN());
       }
@@ -57,10 +57,6 @@ void StoreReference(const Fp8KvParams& p) {
 }
 
 }  // namespace
-
-float RoundToFp8Kv(float value, float scale) {
-  return std::isfinite(value) ? Fp8E4m3ToFloat(FloatToFp8E4m3(value / scale)) * scale : value;
-}
 
 absl::Status MeasureFp8KvScales(const Fp8KvParams& params, Device device, void* stream) {
   TANDEM_RETURN_IF_ERROR(Check("measuring KV scales", params));

@@ -6,7 +6,6 @@
 #include "common/gpu/cuda_status.h"
 #include "kernels/base/device_elements.cuh"
 #include "kernels/kv_cache/fp8_kv.h"
-#include "kernels/kv_cache/fp8_kv_codes.cuh"
 
 namespace tandem::internal {
 namespace {

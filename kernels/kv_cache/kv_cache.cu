@@ -8,7 +8,7 @@
 
 #include "common/gpu/cuda_status.h"
 #include "kernels/base/device_elements.cuh"
-#include "kernels/kv_cache/fp8_kv_codes.cuh"
+#include "kernels/kv_cache/fp8_kv.h"
 #include "kernels/kv_cache/kv_cache.h"
 
 namespace tandem::internal {
@@ -84,8 +84,8 @@ __global__ void RopeAndCacheKernel(RopeAndCacheParams p) {
       SetElement(&to[i + half], b[k] * c + a[k] * s);
       if (p.kv_scales == nullptr || is_query) continue;
       const float scale = p.kv_scales[head - p.num_heads];
-      SetElement(&to[i], RoundedToFp8Kv(AsFloat(to[i]), scale));
-      SetElement(&to[i + half], RoundedToFp8Kv(AsFloat(to[i + half]), scale));
+      SetElement(&to[i], RoundToFp8Kv(AsFloat(to[i]), scale));
+      SetElement(&to[i + half], RoundToFp8Kv(AsFloat(to[i + half]), scale));
     }
   }
 }

@@ -49,7 +49,7 @@ struct RopeAndCacheParams {
   void* values = nullptr;        // as keys
   std::int64_t page_stride = 0;  // in elements
   int page_tokens = 0;
-  // Null, or [2 (keys, values), num_kv_heads]: keys and values become what they are once they have been in a cache in E4M3 under
+  // Null, or [2 (keys, values), num_kv_heads]: keys and values become what they are once they have been in a cache in fp8 under
   // these scales (fp8_kv.h).
   const float* kv_scales = nullptr;
 };

@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kWarps * 32) GradKeyValueKernel(PackedAttentio
 
 absl::Status Check(const PackedAttentionParams& params) {
   if (params.head_dim < 1 || params.head_dim > kMaxHeadDim || params.num_kv_heads < 1 ||
-      params.num_heads % params.num_kv_heads != 0 || params.dtype == DType::kFp8E4m3 || params.rows.num_rows < 0 ||
+      params.num_heads % params.num_kv_heads != 0 || params.dtype == DType::kFp8E3m4 || params.rows.num_rows < 0 ||
       params.rows.num_rows > std::numeric_limits<std::int32_t>::max() / 1024) {
     return absl::InvalidArgumentError(absl::StrCat("packed attention: ", params.rows.num_rows, " rows, ", params.num_heads,
                                                    " heads over ", params.num_kv_heads, " KV heads of ", params.head_dim,

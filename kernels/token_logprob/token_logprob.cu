@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) GradientKernel(TokenLogprobGradientP
 
 absl::Status CheckTile(std::int64_t rows, std::int64_t columns, DType dtype, const char* what) {
   if (rows < 0 || rows > std::numeric_limits<std::int32_t>::max() || columns < 1 ||
-      columns > std::numeric_limits<std::int32_t>::max() || dtype == DType::kFp8E4m3) {
+      columns > std::numeric_limits<std::int32_t>::max() || dtype == DType::kFp8E3m4) {
     return absl::InvalidArgumentError(
         absl::StrCat("token_logprob ", what, ": tile of [", rows, ", ", columns, "], dtype ", static_cast<int>(dtype)));
   }

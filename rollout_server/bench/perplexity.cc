@@ -115,7 +115,7 @@ absl::Status Run() {
   DecoderModelOptions options;
   options.device = device;
   options.weight_format = layout.format;
-  options.kv_dtype = device == Device::kCpu ? DType::kFp32 : kv_name == "fp8" ? DType::kFp8E4m3 : DType::kBf16;
+  options.kv_dtype = device == Device::kCpu ? DType::kFp32 : kv_name == "fp8" ? DType::kFp8E3m4 : DType::kBf16;
   options.block_tokens = kBlockTokens;
   options.num_blocks = (window + kBlockTokens - 1) / kBlockTokens;
   options.max_batch_tokens = kChunkTokens;

@@ -52,7 +52,7 @@ struct Case {
 };
 const std::array<Case, 3> kCases = {{{"a", 64, 256, 1024, false}, {"c", 8, 512, 8192, true}, {"d", 256, 256, 512, false}}};
 
-DType KvDType() { return absl::GetFlag(FLAGS_kv_cache_dtype) == "fp8" ? DType::kFp8E4m3 : DType::kBf16; }
+DType KvDType() { return absl::GetFlag(FLAGS_kv_cache_dtype) == "fp8" ? DType::kFp8E3m4 : DType::kBf16; }
 
 constexpr std::size_t kPatternValues = (std::size_t{1} << 22) + 64;  // no multiple of any row
 float PatternValue(std::size_t i) { return static_cast<float>((RandomUniform(1, i) * 2 - 1) * 0.03); }

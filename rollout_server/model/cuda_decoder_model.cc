@@ -77,7 +77,7 @@ struct WorkspacePlaces {
       total_bytes = RoundUp(total_bytes + bytes, kAlignment);
       return begin;
     };
-    const bool is_fp8 = options.kv_dtype == DType::kFp8E4m3;
+    const bool is_fp8 = options.kv_dtype == DType::kFp8E3m4;
     kv_scales = put(KvScaleTable::Bytes(config));  // first: the trainer and the next process look for them here
     const auto tokens = static_cast<std::uint64_t>(options.max_batch_tokens);
     const auto d = static_cast<std::uint64_t>(config.hidden_size), f = static_cast<std::uint64_t>(config.intermediate_size);
@@ -209,7 +209,7 @@ class CudaDecoderModel : public DecoderModel {
             .indices = {at(places_.attention_indices), places_.attention_index_bytes},
             .staging = staging().plan->bytes()};
   }
-  bool is_kv_fp8() const { return options_.kv_dtype == DType::kFp8E4m3; }
+  bool is_kv_fp8() const { return options_.kv_dtype == DType::kFp8E3m4; }
   // This step finds the scales of the cache.
   bool is_measuring() const { return is_kv_fp8() && !are_kv_scales_set_; }
   std::int64_t page_elements() const { return std::int64_t{options_.block_tokens} * config_.kv_size(); }

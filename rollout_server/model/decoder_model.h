@@ -48,7 +48,7 @@ enum class StepPart { kLinear, kAttention, kElementwise, kHead };
 struct DecoderModelOptions {
   Device device = Device::kCpu;
   StorageFormat weight_format = StorageFormat::kFp32;  // the layout's: kFp32 on the CPU, any other on the GPU
-  DType kv_dtype = DType::kFp32;                       // kFp32 on the CPU, kBf16 or kFp8E4m3 on the GPU
+  DType kv_dtype = DType::kFp32;                       // kFp32 on the CPU, kBf16 or kFp8E3m4 on the GPU
   int block_tokens = 16;
   int num_blocks = 0;
   // The largest step, on the GPU: the CPU's activations grow with the step.

@@ -96,10 +96,10 @@ struct QkvRows {
             .page_tokens = 1,
             .kv_scales = kv_scales};
   }
-  // [2 (keys, values), num_kv_heads]: powers of two about 3 / 448, so that some values saturate and some are small.
+  // [2 (keys, values), num_kv_heads]: from far below to above what 3 needs, so that some values saturate and some are small.
   std::vector<float> Scales() const {
     std::vector<float> scales;
-    for (int i = 0; i < 2 * num_kv_heads; ++i) scales.push_back(std::ldexp(1.f, i % 5 - 9));
+    for (int i = 0; i < 2 * num_kv_heads; ++i) scales.push_back(std::ldexp(i % 2 == 0 ? 1.f : 1.25f, i % 5 - 7));
     return scales;
   }
   // `rows` are those without scales: what the cache would give back of them is what is in `rounded`, to the bit.
@@ -112,8 +112,8 @@ struct QkvRows {
       float expected = rows.Get(i);
       if (kv_head >= 0) {
         const float scale = scales[static_cast<std::size_t>(kv_head)];
-        expected = Fp8E4m3ToFloat(FloatToFp8E4m3(expected / scale)) * scale;
-        num_saturated += std::abs(rows.Get(i)) > 448 * scale ? 1 : 0;
+        expected = Fp8KvNumber(ToFp8KvCode(expected, scale)) * scale;
+        num_saturated += std::abs(rows.Get(i)) > kFp8KvMax * scale ? 1 : 0;
       }
       num_changed += expected != rows.Get(i) ? 1 : 0;
       if (rounded.Get(i) == expected) continue;

@@ -1,4 +1,4 @@
-// Keys and values in E4M3 on the device: scales, codes in pages, attention over them.
+// Keys and values in fp8 on the device: scales, codes in pages, attention over them.
 #include <algorithm>
 
 #include "kernels/attention/paged_attention.h"
@@ -81,7 +81,7 @@ TEST_F(Fp8KvGpuTest, RopeAndCacheRoundsAsTheCacheDoes) {
   }
 }
 
-// Behind a sequence's last token pages hold NaN. `padded` > 0: a fixed shape of so many sequences.
+// Behind a sequence's last token pages hold the largest number. `padded` > 0: a fixed shape of so many sequences.
 TEST_F(Fp8KvGpuTest, AttentionEqualsTheReference) {
   struct Lengths {
     std::int32_t queries, context;
@@ -109,7 +109,7 @@ TEST_F(Fp8KvGpuTest, AttentionEqualsTheReference) {
       const std::int64_t token = std::int64_t{kv_heads} * head_dim, half = kPageTokens * token, row_size = heads * head_dim;
       std::vector<std::uint8_t> cache(static_cast<std::size_t>(num_pages * 2 * half));
       for (std::size_t i = 0; i < cache.size(); ++i) {
-        cache[i] = FloatToFp8E4m3(static_cast<float>((RandomUniform(5, i) * 2 - 1) * 100));
+        cache[i] = ToFp8KvCode(static_cast<float>((RandomUniform(5, i) * 2 - 1) * 25), 1);
       }
       for (std::size_t s = 0; s < sequences.size(); ++s) {
         const std::int64_t page = page_indices[static_cast<std::size_t>(page_indptr[s + 1] - 1)];
@@ -120,8 +120,8 @@ TEST_F(Fp8KvGpuTest, AttentionEqualsTheReference) {
       }
       std::vector<float> key_scales, value_scales;
       for (int head = 0; head < kv_heads; ++head) {
-        key_scales.push_back(0.0371f / static_cast<float>(head + 1));
-        value_scales.push_back(0.01f + 0.003f * static_cast<float>(head));
+        key_scales.push_back(0.148f / static_cast<float>(head + 1));
+        value_scales.push_back(0.04f + 0.012f * static_cast<float>(head));
       }
       const HostArray query = HostArray::Random(DType::kBf16, num_rows * row_size, 1, 2);
       HostArray expected(DType::kBf16, num_rows * row_size);

@@ -1,4 +1,4 @@
-// Keys and values in E4M3 on the CPU: what the device's kernels are compared with.
+// Keys and values in fp8 on the CPU: what the device's kernels are compared with.
 #include "gmock/gmock.h"
 #include "kernels/attention/paged_attention.h"
 #include "tests/kernels/fp8_kv_arrays.h"
@@ -13,17 +13,49 @@ TEST(Fp8Kv, AScaleIsOfItsHeadAlone) {
     arrays.values.Set(i, 0);
   }
   ASSERT_EQ(MeasureFp8KvScales(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
-  EXPECT_THAT(arrays.scales, ::testing::ElementsAre(0x1p-4f, 0x1p-8f, 0x1p-6f, 0x1p-6f));
+  EXPECT_THAT(arrays.scales, ::testing::ElementsAre(0.5f, 0x1.4p-6f, 0x1.4p-4f, 0x1.4p-4f));
 }
 
-TEST(Fp8Kv, AScaleIsAPowerOfTwoWithRoom) {
+TEST(Fp8Kv, AScaleHasThreeBitsAndRoom) {
   for (const float largest : {1e-30f, 0.1f, 1.f, 6.99f, 7.f, 7.01f, 333.f, 1e37f}) {
+    const float scale = Fp8KvScale(largest);
     int exponent = 0;
-    EXPECT_EQ(std::frexp(Fp8KvScale(largest), &exponent), 0.5f) << largest;
-    EXPECT_GE(Fp8KvScale(largest) * kFp8Max, kFp8KvMargin * (largest * (1 - 0x1p-22f))) << largest;
-    EXPECT_LT(Fp8KvScale(largest) * kFp8Max / 2, kFp8KvMargin * largest) << largest;
+    const float eighths = std::frexp(scale, &exponent) * 8;
+    EXPECT_EQ(eighths, std::floor(eighths)) << largest;
+    EXPECT_GE(scale * kFp8KvMax, kFp8KvMargin * largest * (1 - 0x1p-22f)) << largest;
+    EXPECT_LE(scale * kFp8KvMax, kFp8KvMargin * largest * 1.25f * (1 + 0x1p-22f)) << largest;
   }
   EXPECT_EQ(Fp8KvScale(0), Fp8KvScale(1));
+}
+
+TEST(Fp8Kv, CodesAreTheNearestNumber) {
+  std::vector<float> numbers;
+  for (int code = 0; code < 128; ++code) {
+    numbers.push_back(Fp8KvNumber(static_cast<std::uint8_t>(code)));
+    EXPECT_EQ(Fp8KvNumber(static_cast<std::uint8_t>(code | 128)), -numbers.back());
+    EXPECT_EQ(ToFp8KvCode(numbers.back(), 1), code);
+    EXPECT_EQ(ToFp8KvCode(-numbers.back(), 1), code | 128);
+    if (code == 0) continue;
+    EXPECT_GT(numbers[static_cast<std::size_t>(code)], numbers[static_cast<std::size_t>(code - 1)]);
+    const float middle = (numbers[static_cast<std::size_t>(code)] + numbers[static_cast<std::size_t>(code - 1)]) / 2;
+    EXPECT_EQ(ToFp8KvCode(middle, 1), code % 2 == 0 ? code : code - 1) << "a tie";
+    EXPECT_EQ(ToFp8KvCode(std::nextafter(middle, 0.f), 1), code - 1);
+    EXPECT_EQ(ToFp8KvCode(std::nextafter(middle, 99.f), 1), code);
+  }
+  EXPECT_EQ(numbers[1], 0x1p-6f);
+  EXPECT_EQ(numbers[16], 0x1p-2f);
+  EXPECT_EQ(numbers[127], kFp8KvMax);
+  EXPECT_EQ(ToFp8KvCode(-3.f, 1.25f), ToFp8KvCode(-2.4f, 1));
+}
+
+// Under every scale with three bits.
+TEST(Fp8Kv, Bf16HoldsWhatACodeStandsFor) {
+  for (const float scale : {1.f, 1.25f, 1.5f, 1.75f, 0x1p-20f, 0x1.8p30f}) {
+    for (int code = 0; code < 256; ++code) {
+      const float value = Fp8KvNumber(static_cast<std::uint8_t>(code)) * scale;
+      EXPECT_EQ(Bf16ToFloat(FloatToBf16(value)), value) << code << " * " << scale;
+    }
+  }
 }
 
 // Of a head whose every row is broken there is nothing to measure.
@@ -67,9 +99,9 @@ TEST(Fp8Kv, InfinityAndNanAreNotRounded) {
   EXPECT_EQ(RoundToFp8Kv(INFINITY, 0.5f), INFINITY);
   EXPECT_EQ(RoundToFp8Kv(-INFINITY, 0.5f), -INFINITY);
   EXPECT_TRUE(std::isnan(RoundToFp8Kv(NAN, 0.5f)));
-  EXPECT_EQ(RoundToFp8Kv(3e38f, 0.5f), 224);
-  EXPECT_EQ(RoundToFp8Kv(1.06f, 0.5f), 1);
-  EXPECT_EQ(RoundToFp8Kv(1.07f, 0.5f), 1.125f);
+  EXPECT_EQ(RoundToFp8Kv(3e38f, 0.5f), 15.5f);
+  EXPECT_EQ(RoundToFp8Kv(-1.03f, 0.5f), -1);
+  EXPECT_EQ(RoundToFp8Kv(1.04f, 0.5f), 1.0625f);
 }
 
 TEST(Fp8Kv, CodesLieInTheirPagesAndComeBackWithinTheirRounding) {
@@ -87,11 +119,11 @@ TEST(Fp8Kv, CodesLieInTheirPagesAndComeBackWithinTheirRounding) {
     for (std::int64_t i = 0; i < 48; ++i) {
       const std::int64_t place = slot / 16 * arrays.page_stride() + slot % 16 * 48 + i;
       const float key = arrays.keys.Get(row * 48 + i), scale = arrays.scales[static_cast<std::size_t>(i / 16)];
-      const float back = Fp8E4m3ToFloat(arrays.pages[static_cast<std::size_t>(place)]) * scale;
-      EXPECT_NEAR(back, key, std::fabs(key) * 0x1p-4f + scale * 0x1p-10f) << "row " << row << " element " << i;
+      const float back = Fp8KvNumber(arrays.pages[static_cast<std::size_t>(place)]) * scale;
+      EXPECT_NEAR(back, key, std::fabs(key) * 0x1p-5f + scale * 0x1p-7f) << "row " << row << " element " << i;
       const float value = arrays.values.Get(row * 48 + i), value_scale = arrays.scales[static_cast<std::size_t>(3 + i / 16)];
-      const float value_back = Fp8E4m3ToFloat(arrays.pages[static_cast<std::size_t>(place + 16 * 48)]) * value_scale;
-      EXPECT_NEAR(value_back, value, std::fabs(value) * 0x1p-4f + value_scale * 0x1p-10f) << "row " << row << " element " << i;
+      const float value_back = Fp8KvNumber(arrays.pages[static_cast<std::size_t>(place + 16 * 48)]) * value_scale;
+      EXPECT_NEAR(value_back, value, std::fabs(value) * 0x1p-5f + value_scale * 0x1p-7f) << "row " << row << " element " << i;
     }
   }
 }
@@ -101,8 +133,8 @@ TEST(Fp8Kv, WhatIsBeyondTheScaleSaturates) {
   arrays.scales = {0.5f, 0.5f};
   for (std::int64_t i = 0; i < 8; ++i) arrays.keys.Set(i, i % 2 == 0 ? 1e6f : -1e6f);
   ASSERT_EQ(StoreFp8Kv(arrays.Params(), Device::kCpu, nullptr), absl::OkStatus());
-  EXPECT_EQ(Fp8E4m3ToFloat(arrays.pages[0]) * 0.5f, 224);
-  EXPECT_EQ(Fp8E4m3ToFloat(arrays.pages[1]) * 0.5f, -224);
+  EXPECT_EQ(Fp8KvNumber(arrays.pages[0]) * 0.5f, 15.5f);
+  EXPECT_EQ(Fp8KvNumber(arrays.pages[1]) * 0.5f, -15.5f);
 }
 
 // One query over one key: the output is the value, whatever the score.
@@ -131,7 +163,7 @@ TEST(Fp8Kv, AttentionReadsCodesUnderTheirScales) {
   attention.num_sequences = 1;
   ASSERT_EQ(PagedAttention(attention, {}, {}, Device::kCpu, nullptr), absl::OkStatus());
   for (std::int64_t i = 0; i < 8; ++i)
-    EXPECT_NEAR(output.Get(i), arrays.values.Get(i), std::fabs(arrays.values.Get(i)) * 0x1p-4f);
+    EXPECT_NEAR(output.Get(i), arrays.values.Get(i), std::fabs(arrays.values.Get(i)) * 0x1p-5f + arrays.scales[1] * 0x1p-7f);
   attention.value_scales = nullptr;
   EXPECT_FALSE(PagedAttention(attention, {}, {}, Device::kCpu, nullptr).ok());
 }

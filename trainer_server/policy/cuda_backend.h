@@ -105,7 +105,7 @@ class CudaBackend {
   void AddProduct(Matrix<const T> a, Matrix<const T> b, Matrix<Sum> c, double alpha);
   void Swiglu(const Sum* gate_up, T* activated, std::int64_t rows);
   void SwigluBackward(T* gate_up, const T* grad_activated, T* activated, std::int64_t rows);
-  // Keys and values that are rounded to E4M3 pass their gradients straight through, saturated ones too.
+  // Keys and values that are rounded to fp8 pass their gradients straight through, saturated ones too.
   void FinishQkv(Plan* plan, const AfterQkv& weights, std::int64_t first_row, std::int64_t rows, const Sum* product, T* qkv,
                  T* unnormed);
   void FinishQkvBackward(Plan* plan, const AfterQkv& weights, const T* unnormed, T* grad_qkv);

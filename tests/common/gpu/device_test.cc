@@ -23,7 +23,7 @@ TEST(DeviceTest, TheCpuHasANameAndNoDriver) {
 TEST(DeviceTest, ElementsHaveTheirSizes) {
   EXPECT_EQ(ElementBytes(DType::kFp32), 4u);
   EXPECT_EQ(ElementBytes(DType::kBf16), 2u);
-  EXPECT_EQ(ElementBytes(DType::kFp8E4m3), 1u);
+  EXPECT_EQ(ElementBytes(DType::kFp8E3m4), 1u);
 }
 
 TEST(DeviceTest, MachineCodeRunsOnItsMajorNumberFromItsMinorOneOn) {

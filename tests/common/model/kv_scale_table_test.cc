@@ -53,7 +53,7 @@ TEST(KvScaleTable, ARecordThatIsNotWholeIsNone) {
   memory.Fill();
   ASSERT_EQ(memory.Table().Set(), absl::OkStatus());
   const std::vector<std::byte> whole = memory.bytes;
-  const std::string text = "tandem E4M3 KV scales of d1";
+  const std::string text = "tandem fp8 KV scales of d1";
   ASSERT_EQ(std::memcmp(whole.data(), text.data(), text.size()), 0);
   for (std::size_t length = 0; length < text.size(); ++length) {
     std::fill(memory.bytes.begin() + static_cast<std::ptrdiff_t>(length), memory.bytes.begin() + 128, std::byte{0});

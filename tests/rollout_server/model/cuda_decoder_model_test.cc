@@ -292,7 +292,7 @@ TEST_F(CudaDecoderModelTest, AnFp8CacheFollowsTheOneInBf16) {
     ModelConfig config = GpuConfig(head_dim);
     config.has_qkv_bias = config.has_qk_norm = has_norm;
     const Weights weights(config);
-    const GpuModel wide(weights), narrow(weights, DType::kFp8E4m3);
+    const GpuModel wide(weights), narrow(weights, DType::kFp8E3m4);
     Feeder feeder;
     double sum_errors = 0, worst = 0;
     std::size_t num_rows = 0;
@@ -325,7 +325,7 @@ TEST_F(CudaDecoderModelTest, AnFp8CacheFollowsTheOneInBf16) {
 // bit of them, and a cache without scales is not read.
 TEST_F(CudaDecoderModelTest, ScalesOfAnFp8CacheStayToTheBit) {
   const Weights weights;
-  GpuModel gpu(weights, DType::kFp8E4m3);
+  GpuModel gpu(weights, DType::kFp8E3m4);
   Feeder feeder;
   std::vector<std::byte> first(KvScaleTable::Bytes(weights.model.config)), now(first.size());
   const auto read = [&](std::vector<std::byte>* to) {
@@ -364,7 +364,7 @@ TEST_F(CudaDecoderModelTest, AnFp8CacheHidesNoInfinityAndNoNan) {
     const AdapterPlace& place = adapter.host.layout.places.front();
     std::fill_n(adapter.host.slot->floats() + place.b_begin_bytes / sizeof(float), 8, bad);  // the first output of layer 0
     adapter.Upload();
-    const GpuModel gpu(weights, DType::kFp8E4m3);
+    const GpuModel gpu(weights, DType::kFp8E3m4);
     Feeder feeder;
     const auto step = [&](const std::vector<Feeder::Chunk>& chunks) {
       StepBatch batch = feeder.Next(chunks, true);

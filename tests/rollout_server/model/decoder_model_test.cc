@@ -115,7 +115,7 @@ TEST(DecoderModel, PartsOfTheWorkspaceAddUpToIt) {
   EXPECT_TRUE(DecoderModel::WorkspaceParts(config, {.device = Device::kCpu}).empty());
   EXPECT_EQ(DecoderModel::WorkspaceBytes(config, {.device = Device::kCpu}), 0u);
   // Sizes are arithmetic: no GPU is needed, but a build with its code.
-  const DecoderModelOptions options{.device = Device::kCuda, .weight_format = StorageFormat::kNf4, .kv_dtype = DType::kFp8E4m3};
+  const DecoderModelOptions options{.device = Device::kCuda, .weight_format = StorageFormat::kNf4, .kv_dtype = DType::kFp8E3m4};
   std::uint64_t bytes = 0;
   for (const WorkspacePart& part : DecoderModel::WorkspaceParts(config, options)) {
     EXPECT_LT(part.size_bytes, std::uint64_t{1} << 32) << part.owner;
