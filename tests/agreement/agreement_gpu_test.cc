@@ -264,9 +264,9 @@ TEST(AgreementGpuTest, RolloutAndTrainerGiveTheSameLogProbs) {
   EXPECT_LE(gap.mean, 1.1 * std::max(rollout_error.mean, trainer_error.mean));
 }
 
-// On the CPU, with bf16 roundings and sums in two orders, this model's gap is 0.0045 over a cache in bf16, 0.057 over one in fp8
-// that one side alone rounds for, and 0.011 where both do: what differs in the last place of bf16 now and then falls on two sides
-// of a tie of E4M3, which has a sixteenth of the places.
+// On the CPU, with bf16 roundings and sums in two orders, this model's gap is 0.0045 over a cache in bf16, 0.025 over one in fp8
+// that one side alone rounds for, and 0.006 where both do: what differs in the last place of bf16 now and then falls on two sides
+// of a tie of the cache's code, which has an eighth of the places.
 TEST(AgreementGpuTest, ATrainerThatRoundsAsTheCacheInFp8DoesGivesTheSameLogProbs) {
   if (!HasCudaDevice()) GTEST_SKIP() << "no CUDA device";
   const Job job;
@@ -279,8 +279,8 @@ TEST(AgreementGpuTest, ATrainerThatRoundsAsTheCacheInFp8DoesGivesTheSameLogProbs
                             plain = trainer.Score(job.weights, StorageFormat::kBf16, job.slot, job.adapter, batch);
   const Gap gap = Compare(drawn.logprobs, rounded, "rollout over a cache in fp8 against a trainer that rounds as it does");
   const Gap one_sided = Compare(drawn.logprobs, plain, "rollout over a cache in fp8 against a trainer that does not round");
-  EXPECT_LE(gap.mean, 0.03);
-  EXPECT_LE(gap.mean, 0.5 * one_sided.mean);
+  EXPECT_LE(gap.mean, 0.02);
+  EXPECT_LE(gap.mean, 0.6 * one_sided.mean);
 
   const Trainer::Pass pass = trainer.ForwardAndBackward(job.weights, job.slot, job.adapter, batch, kv_scales),
                       plain_pass = trainer.ForwardAndBackward(job.weights, job.slot, job.adapter, batch, {});
