@@ -96,7 +96,9 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   std::vector<v1::OwnedBytes> fixed = standing->Ledger();  // no job has anything there yet
   std::erase_if(fixed, [](const v1::OwnedBytes& owned) { return owned.owner() == "free"; });
   const AttentionOptions attention = CudaAttentionOptions(description.config, absl::GetFlag(FLAGS_deterministic_attention));
-  NodeMemoryReader node_memory({description.config, description.format, attention, std::move(fixed)}, pool.get(), &peer);
+  const std::uint64_t host_limit_bytes = LayerInputHostLimit();
+  NodeMemoryReader node_memory({description.config, description.format, attention, std::move(fixed), host_limit_bytes},
+                               pool.get(), &peer);
   environment.node_memory = [&node_memory] { return node_memory.Read(); };
   const std::byte* const weights = pool->region(v1::REGION_KIND_WEIGHTS).data();
   std::span<std::byte> kv_scales = pool->region(v1::REGION_KIND_ROLLOUT_STANDING);
@@ -106,7 +108,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
                                    .gemm = compute.gemm.get(),
                                    .kv_scales = kv_scales,
                                    .attention = attention,
-                                   .host_limit_bytes = LayerInputHostLimit()};
+                                   .host_limit_bytes = host_limit_bytes};
   environment.make_policy = [&description, &layout, weights, policy_device](const AdapterMemory& memory,
                                                                             const PolicyOptions& options) {
     return PolicyModel::Create(description.config, layout, weights, memory, options, policy_device);

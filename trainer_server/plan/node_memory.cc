@@ -18,19 +18,26 @@ std::optional<std::uint64_t> NumberIn(const std::string& path) {
   return std::nullopt;
 }
 
+// The number after `name` in a file of such pairs, one a line; 0: it has none.
+std::uint64_t NumberNamed(const std::string& path, const std::string& name) {
+  std::ifstream file(path);
+  for (std::string word; file >> word;) {
+    std::uint64_t value = 0;
+    if (word == name && file >> value) return value;
+    file.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+  }
+  return 0;
+}
+
 }  // namespace
 
 std::uint64_t AvailableHostBytes() {
-  std::uint64_t available = 0;
-  std::ifstream file("/proc/meminfo");
-  for (std::string name; file >> name;) {
-    std::uint64_t kib = 0;
-    if (name == "MemAvailable:" && file >> kib) available = kib * kKiB;
-    file.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
-  }
+  const std::uint64_t available = NumberNamed("/proc/meminfo", "MemAvailable:") * kKiB;
   const auto limit = NumberIn("/sys/fs/cgroup/memory.max"), used = NumberIn("/sys/fs/cgroup/memory.current");
-  if (limit.has_value() && used.has_value()) available = std::min(available, *limit - std::min(*limit, *used));
-  return available;
+  if (!limit.has_value() || !used.has_value()) return available;
+  const std::string stat = "/sys/fs/cgroup/memory.stat";
+  const std::uint64_t cached = NumberNamed(stat, "inactive_file") + NumberNamed(stat, "active_file");  // given up when asked for
+  return std::min(available, *limit - std::min(*limit, *used - std::min(*used, cached)));
 }
 
 // The rest is for what is no layer input: data sets, checkpoints on their way, page cache.
@@ -54,7 +61,7 @@ NodeMemory NodeMemoryReader::Read() {
   for (const v1::OwnedBytes& owned : member_->RegionLedger()) {
     if (!owned.in_pool()) node.outside_bytes += owned.bytes();
   }
-  if (node.device == Device::kCuda) node.host_limit_bytes = LayerInputHostLimit();
+  if (node.device == Device::kCuda) node.host_limit_bytes = options_.host_limit_bytes;
 
   const absl::StatusOr<v1::RolloutStatus> status = peer_->GetStatus();
   MutexLock lock(&mutex_);

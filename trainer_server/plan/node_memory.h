@@ -19,6 +19,7 @@ class NodeMemoryReader {
     StorageFormat weight_format = StorageFormat::kFp32;
     AttentionOptions attention;
     std::vector<v1::OwnedBytes> trainer_fixed;  // see NodeMemory
+    std::uint64_t host_limit_bytes = 0;         // of passes on a GPU
   };
   // `member` and `peer` outlive this.
   NodeMemoryReader(Options options, const PoolMember* member, const RolloutPeer* peer);
