@@ -202,14 +202,20 @@ TEST(ProgressTest, LineShowsStepRewardFunctionsLengthAndTimeLeft) {
   for (const auto& [name, value] : std::map<std::string, double>{{"reward", 0.5},
                                                                  {"rewards/correct/mean", 0.25},
                                                                  {"completions/mean_length", 11.5},
-                                                                 {"rollout_tokens_per_second", 412}}) {
+                                                                 {"rollout_tokens_per_second", 412},
+                                                                 {"step_time", 2},
+                                                                 {"rollout_seconds", 0.7},
+                                                                 {"reward_seconds", 0.001},
+                                                                 {"forward_seconds", 0.4},
+                                                                 {"backward_seconds", 0.8}}) {
     auto* entry = metrics.add_values();
     entry->set_name(name);
     entry->set_value(value);
   }
   ProgressPrinter printer;
   const std::string line = printer.StepLine(metrics, 20);
-  for (const char* part : {"step  4/20", "reward  0.500", "correct 0.250", "length 11.5", "412 tok/s", "left 1m 05s"}) {
+  for (const char* part : {"step  4/20", "reward  0.500", "correct 0.250", "length 11.5", "412 tok/s",
+                           "  rollout 35% forward 20% backward 40%  left 1m 05s"}) {
     EXPECT_THAT(line, HasSubstr(part));
   }
 }

@@ -349,6 +349,10 @@ absl::Status TrainingLoop::RunStep() {
                  {"reward_seconds", reward_seconds},
                  {"train_seconds", SecondsSince(train_begin) - reward_seconds},
                  {"phase_wait_seconds", absl::ToDoubleSeconds(report.phase_wait)},
+                 {"score_seconds", absl::ToDoubleSeconds(report.score_time)},
+                 {"forward_seconds", absl::ToDoubleSeconds(report.forward_time)},
+                 {"backward_seconds", absl::ToDoubleSeconds(report.backward_time)},
+                 {"optimizer_seconds", absl::ToDoubleSeconds(report.optimizer_time)},
                  {"rollout_tokens_per_second", static_cast<double>(completion_tokens) / std::max(rollout_seconds, 1e-9)},
                  {"seconds_left", Mean(recent_step_seconds_) * static_cast<double>(num_steps() - step)}};
   TANDEM_RETURN_IF_ERROR(history_->WriteCompletions(step, Records(groups, report)));

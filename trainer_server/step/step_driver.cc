@@ -110,7 +110,9 @@ absl::StatusOr<StepReport> StepDriver::RunInPhase(std::uint64_t step, std::span<
     report.phase_wait = absl::Now() - begin;
   }
   for (std::uint32_t update = 0; update < options_.updates_per_rollout; ++update) {
+    const absl::Time begin = absl::Now();
     TANDEM_RETURN_IF_ERROR(Score(batches, update == 0, &sequences));
+    report.score_time += absl::Now() - begin;
     if (update == 0 && is_kl_in_reward) TANDEM_RETURN_IF_ERROR(ComputeStepAdvantages(sequences, group_size, &report));
     if (update == 0) {
       for (std::size_t i = 0; i < sequences.size(); ++i) sequences[i].advantages = report.advantages.advantages[i];
@@ -216,11 +218,18 @@ absl::Status StepDriver::Update(std::uint64_t step, std::uint32_t update, std::s
     return (*sequences)[static_cast<std::size_t>(completion.sequence_index)].loss_mask;
   };
   TANDEM_RETURN_IF_ERROR(policy_->ZeroGradients());
+  absl::Time since = absl::Now();
+  const auto add_to = [&since](absl::Duration* sum) {
+    const absl::Time now = absl::Now();
+    *sum += now - since;
+    since = now;
+  };
   for (std::size_t b = 0; b < batches.size(); ++b) {
     const MicroBatch& batch = batches[b];
     if (options_.is_interrupted()) return absl::CancelledError("interrupted");
     const std::uint64_t dropout_stream = DeriveSeed(DeriveSeed(step, update), b);
     TANDEM_ASSIGN_OR_RETURN(const HeadScores scores, policy_->Forward(batch, has_entropy_bonus, dropout_stream));
+    add_to(&report->forward_time);
     for (const PackedCompletion& completion : batch.completions) {
       Sequence& sequence = (*sequences)[static_cast<std::size_t>(completion.sequence_index)];
       sequence.policy_logprobs.assign(sequence.loss_mask.size(), 0);
@@ -245,12 +254,14 @@ absl::Status StepDriver::Update(std::uint64_t step, std::uint32_t update, std::s
       if (has_entropy_bonus) grad_entropies[row] = result->grad_entropies[member][t];
     });
     TANDEM_RETURN_IF_ERROR(policy_->Backward(grad_logprobs, grad_entropies));
+    add_to(&report->backward_time);
     report->loss += result->loss;
     report->metrics.Add(result->metrics);
   }
   TANDEM_ASSIGN_OR_RETURN(report->optimizer,
                           AdamWStep(options_.adamw, report->learning_rate, state_->optimizer_steps + 1, state_->masters,
                                     state_->gradients, state_->first_moments, state_->second_moments, options_.device));
+  add_to(&report->optimizer_time);
   ++state_->optimizer_steps;
   return absl::OkStatus();
 }

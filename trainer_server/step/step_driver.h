@@ -40,7 +40,9 @@ struct StepReport {
   std::size_t num_micro_batches = 0;
   std::size_t num_groups_skipped = 0;  // no variance: nothing to learn from
   absl::Duration phase_wait;           // for the elastic region
-  std::uint64_t peak_bytes = 0;        // of training memory in it; 0: the step took none
+  // What of the phase went where, the device's work included; summed over the updates.
+  absl::Duration score_time, forward_time, backward_time, optimizer_time;
+  std::uint64_t peak_bytes = 0;  // of training memory in it; 0: the step took none
 };
 
 class StepDriver {

@@ -84,6 +84,9 @@ TEST_F(StepDriverTest, GradientDoesNotDependOnTheCutIntoMicroBatches) {
     ASSERT_TRUE(report.ok()) << report.status();
     EXPECT_TRUE(report->optimizer.is_clipped);
     EXPECT_EQ(state_.optimizer_steps, 1u);
+    for (const absl::Duration time : {report->forward_time, report->backward_time, report->optimizer_time}) {
+      EXPECT_GT(time, absl::ZeroDuration());
+    }
     norms.push_back(report->optimizer.grad_norm);
     gradients.emplace_back(Floats(1).begin(), Floats(1).end());
   }
