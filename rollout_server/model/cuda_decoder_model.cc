@@ -560,7 +560,7 @@ absl::Status CudaDecoderModel::Linear(const StepShape& shape, const void* x, con
   return absl::OkStatus();
 }
 
-// Finished rows of keys and values into pages of E4M3.
+// Finished rows of keys and values into pages of codes.
 absl::Status CudaDecoderModel::StoreKv(const StepShape& shape, int layer, std::byte* keys, std::byte* values,
                                        std::int64_t page_stride) {
   const Fp8KvParams params = {.keys = at(places_.key_rows),
