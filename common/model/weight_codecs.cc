@@ -14,14 +14,17 @@ struct CodecFacts {
   const char* name;
   CodecBlock block;
 };
-constexpr std::array<CodecFacts, 10> kCodecs = {{
+constexpr std::array<CodecFacts, 13> kCodecs = {{
     {WeightCodec::kF32, "F32", {1, 4}},
     {WeightCodec::kF16, "F16", {1, 2}},
     {WeightCodec::kBf16, "BF16", {1, 2}},
     {WeightCodec::kQ4_0, "Q4_0", {32, 18}},
     {WeightCodec::kQ4_1, "Q4_1", {32, 20}},
+    {WeightCodec::kQ5_0, "Q5_0", {32, 22}},
+    {WeightCodec::kQ5_1, "Q5_1", {32, 24}},
     {WeightCodec::kQ8_0, "Q8_0", {32, 34}},
     {WeightCodec::kQ4_K, "Q4_K", {256, 144}},
+    {WeightCodec::kQ5_K, "Q5_K", {256, 176}},
     {WeightCodec::kQ6_K, "Q6_K", {256, 210}},
     {WeightCodec::kMxfp4, "MXFP4", {32, 17}},
     {WeightCodec::kF8E4M3, "F8_E4M3", {1, 1}},
@@ -76,34 +79,86 @@ void DecodeQ4_1(const std::uint8_t* block, float* values) {
   }
 }
 
+// 4 bytes, of which bit i (from the lowest) is the fifth bit of code i, then 16 bytes of nibbles as in Q4_0.
+void ReadCodesOf5Bits(const std::uint8_t* bytes, float* codes) {
+  std::uint32_t fifth_bits = 0;
+  std::memcpy(&fifth_bits, bytes, sizeof(fifth_bits));
+  const auto fifth_bit = [fifth_bits](int i) { return 16.0F * static_cast<float>((fifth_bits >> i) & 1U); };
+  for (int i = 0; i < 16; ++i) {
+    codes[i] = Low(bytes[4 + i]) + fifth_bit(i);
+    codes[i + 16] = High(bytes[4 + i]) + fifth_bit(i + 16);
+  }
+}
+
+// d fp16, then 5-bit codes; d * (code - 16).
+void DecodeQ5_0(const std::uint8_t* block, float* values) {
+  const float d = ReadHalf(block);
+  ReadCodesOf5Bits(block + 2, values);
+  for (int i = 0; i < 32; ++i) values[i] = d * (values[i] - 16.0F);
+}
+
+// d, m fp16, then 5-bit codes; d * code + m.
+void DecodeQ5_1(const std::uint8_t* block, float* values) {
+  const float d = ReadHalf(block);
+  const float m = ReadHalf(block + 2);
+  ReadCodesOf5Bits(block + 4, values);
+  for (int i = 0; i < 32; ++i) values[i] = d * values[i] + m;
+}
+
 // d fp16, then 32 int8.
 void DecodeQ8_0(const std::uint8_t* block, float* values) {
   const float d = ReadHalf(block);
   for (int i = 0; i < 32; ++i) values[i] = d * static_cast<float>(static_cast<std::int8_t>(block[2 + i]));
 }
 
-// d, dmin fp16; 12 bytes hold eight 6-bit scales and eight 6-bit minima; 128 bytes: each run of 32 holds the low nibbles of one
-// sub-block, the high nibbles of the next. d * scale * nibble - dmin * minimum.
-void DecodeQ4_K(const std::uint8_t* block, float* values) {
-  const float d = ReadHalf(block);
-  const float dmin = ReadHalf(block + 2);
-  const std::uint8_t* packed = block + 4;
-  const std::uint8_t* nibbles = block + 16;
-  for (int sub_block = 0; sub_block < 8; ++sub_block) {
-    int scale = 0;
-    int minimum = 0;
-    if (sub_block < 4) {
-      scale = packed[sub_block] & 63;
-      minimum = packed[sub_block + 4] & 63;
-    } else {
-      scale = (packed[sub_block + 4] & 15) | ((packed[sub_block - 4] >> 6) << 4);
-      minimum = (packed[sub_block + 4] >> 4) | ((packed[sub_block] >> 6) << 4);
+// What Q4_K and Q5_K begin with: d, dmin fp16; 12 bytes hold eight 6-bit scales and eight 6-bit minima. A value of sub-block s
+// (of 32) is factor[s] * code - offset[s] = d * scale * code - dmin * minimum.
+struct SubBlocks {
+  explicit SubBlocks(const std::uint8_t* block) {
+    const float d = ReadHalf(block);
+    const float dmin = ReadHalf(block + 2);
+    const std::uint8_t* packed = block + 4;
+    for (std::size_t s = 0; s < 8; ++s) {
+      int scale = 0;
+      int minimum = 0;
+      if (s < 4) {
+        scale = packed[s] & 63;
+        minimum = packed[s + 4] & 63;
+      } else {
+        scale = (packed[s + 4] & 15) | ((packed[s - 4] >> 6) << 4);
+        minimum = (packed[s + 4] >> 4) | ((packed[s] >> 6) << 4);
+      }
+      factor[s] = d * static_cast<float>(scale);
+      offset[s] = dmin * static_cast<float>(minimum);
     }
-    const float factor = d * static_cast<float>(scale);
-    const float offset = dmin * static_cast<float>(minimum);
-    const std::uint8_t* run = nibbles + 32 * (sub_block / 2);
-    for (int i = 0; i < 32; ++i) {
-      values[32 * sub_block + i] = factor * (sub_block % 2 == 0 ? Low(run[i]) : High(run[i])) - offset;
+  }
+
+  std::array<float, 8> factor = {};
+  std::array<float, 8> offset = {};
+};
+
+// 16 bytes of SubBlocks; 128 bytes: each run of 32 holds the low nibbles of one sub-block, the high nibbles of the next.
+void DecodeQ4_K(const std::uint8_t* block, float* values) {
+  const SubBlocks sub_blocks(block);
+  for (std::size_t s = 0; s < 8; ++s) {
+    const std::uint8_t* run = block + 16 + 32 * (s / 2);
+    for (std::size_t i = 0; i < 32; ++i) {
+      const float code = s % 2 == 0 ? Low(run[i]) : High(run[i]);
+      values[32 * s + i] = sub_blocks.factor[s] * code - sub_blocks.offset[s];
+    }
+  }
+}
+
+// 16 bytes of SubBlocks; 32 bytes: bit s of byte i is the fifth bit of value i of sub-block s; 128 bytes of nibbles as in Q4_K.
+void DecodeQ5_K(const std::uint8_t* block, float* values) {
+  const SubBlocks sub_blocks(block);
+  const std::uint8_t* fifth_bits = block + 16;
+  for (std::size_t s = 0; s < 8; ++s) {
+    const std::uint8_t* run = block + 48 + 32 * (s / 2);
+    for (std::size_t i = 0; i < 32; ++i) {
+      const float nibble = s % 2 == 0 ? Low(run[i]) : High(run[i]);
+      const float code = nibble + 16.0F * static_cast<float>((fifth_bits[i] >> s) & 1);
+      values[32 * s + i] = sub_blocks.factor[s] * code - sub_blocks.offset[s];
     }
   }
 }
@@ -209,11 +264,20 @@ void Decode(WeightCodec codec, std::span<const std::byte> coded, std::span<float
     case WeightCodec::kQ4_1:
       each_block(DecodeQ4_1);
       break;
+    case WeightCodec::kQ5_0:
+      each_block(DecodeQ5_0);
+      break;
+    case WeightCodec::kQ5_1:
+      each_block(DecodeQ5_1);
+      break;
     case WeightCodec::kQ8_0:
       each_block(DecodeQ8_0);
       break;
     case WeightCodec::kQ4_K:
       each_block(DecodeQ4_K);
+      break;
+    case WeightCodec::kQ5_K:
+      each_block(DecodeQ5_K);
       break;
     case WeightCodec::kQ6_K:
       each_block(DecodeQ6_K);

@@ -12,7 +12,7 @@
 
 namespace tandem {
 
-enum class WeightCodec { kF32, kF16, kBf16, kQ4_0, kQ4_1, kQ8_0, kQ4_K, kQ6_K, kMxfp4, kF8E4M3 };
+enum class WeightCodec { kF32, kF16, kBf16, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kMxfp4, kF8E4M3 };
 
 // Values are coded in blocks that stand alone; a row is a whole number of blocks.
 struct CodecBlock {

@@ -1,6 +1,8 @@
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <string>
@@ -8,9 +10,11 @@
 
 #include <nlohmann/json.hpp>
 
+#include "common/base/random.h"
 #include "common/model/gguf.h"
 #include "common/model/model_file.h"
 #include "common/model/model_source.h"
+#include "common/model/weight_codecs.h"
 #include "tests/common/model/loaded_model.h"
 #include "tests/support/gguf_writer.h"
 #include "tests/support/temporary_directory.h"
@@ -35,8 +39,48 @@ std::string Interleave(const std::string& rows, std::size_t row_bytes, int head_
   return interleaved;
 }
 
-// The tiny model of `directory` as a GGUF file of F32 tensors; `rope_divisors` may be empty.
-std::string AsGguf(const std::string& directory, const ModelDescription& description, const std::vector<float>& rope_divisors) {
+// A quantised type of GGML, and where a block of it has its fp16 numbers.
+struct BlockType {
+  std::uint32_t id;
+  WeightCodec codec;
+  std::vector<std::size_t> halves;
+};
+const std::array<BlockType, 8>& BlockTypes() {
+  static const std::array<BlockType, 8> types = {{{2, WeightCodec::kQ4_0, {0}},
+                                                  {3, WeightCodec::kQ4_1, {0, 2}},
+                                                  {6, WeightCodec::kQ5_0, {0}},
+                                                  {7, WeightCodec::kQ5_1, {0, 2}},
+                                                  {8, WeightCodec::kQ8_0, {0}},
+                                                  {12, WeightCodec::kQ4_K, {0, 2}},
+                                                  {13, WeightCodec::kQ5_K, {0, 2}},
+                                                  {14, WeightCodec::kQ6_K, {208}}}};
+  return types;
+}
+
+// A tensor's blocks, row after row, in Hugging Face's order of rows.
+struct CodedTensor {
+  std::uint32_t type_id;
+  std::string bytes;
+};
+
+// Blocks of random codes, with fp16 numbers from 2^-9 to 2^-8.
+CodedTensor RandomBlocks(const BlockType& type, std::size_t num_values, std::uint64_t seed) {
+  const CodecBlock block = BlockOf(type.codec);
+  CodedTensor tensor{type.id, std::string(num_values / block.num_values * block.size_bytes, '\0')};
+  for (std::size_t i = 0; i < tensor.bytes.size(); ++i) tensor.bytes[i] = static_cast<char>(RandomBits(seed, i));
+  for (std::size_t begin = 0; begin < tensor.bytes.size(); begin += block.size_bytes) {
+    for (const std::size_t half : type.halves) {
+      char& high_byte = tensor.bytes[begin + half + 1];
+      high_byte = static_cast<char>(0x18 | (high_byte & 0x03));
+    }
+  }
+  return tensor;
+}
+
+// The tiny model of `directory` as a GGUF file of F32 tensors, but for those that `coded` has by their Hugging Face name;
+// `rope_divisors` may be empty.
+std::string AsGguf(const std::string& directory, const ModelDescription& description, const std::vector<float>& rope_divisors,
+                   const std::map<std::string, CodedTensor>& coded = {}) {
   const ModelConfig& config = description.config;
   GgufWriter writer;
   const auto integer = [](int value) { return static_cast<std::uint32_t>(value); };
@@ -68,9 +112,14 @@ std::string AsGguf(const std::string& directory, const ModelDescription& descrip
     const std::vector<float> values = ValuesInFiles(directory, name);
     std::string bytes(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float));
     const std::uint64_t columns = values.size() / rows;
-    if (is_interleaved) bytes = Interleave(bytes, columns * sizeof(float), config.head_dim);
-    writer.AddTensor(gguf_name, rows == 1 ? std::vector<std::uint64_t>{columns} : std::vector<std::uint64_t>{columns, rows}, 0,
-                     bytes);
+    std::uint32_t type_id = 0;
+    if (const auto found = coded.find(name); found != coded.end()) {
+      type_id = found->second.type_id;
+      bytes = found->second.bytes;
+    }
+    if (is_interleaved) bytes = Interleave(bytes, bytes.size() / rows, config.head_dim);
+    writer.AddTensor(gguf_name, rows == 1 ? std::vector<std::uint64_t>{columns} : std::vector<std::uint64_t>{columns, rows},
+                     type_id, bytes);
   };
   const bool is_llama = config.family == "llama";  // whose converter interleaves the rows of a head
   const auto d = static_cast<std::uint64_t>(config.hidden_size);
@@ -121,6 +170,126 @@ TEST(GgufSourceTest, HoldsTheModelThatItWasConvertedFrom) {
     EXPECT_EQ(converted.description.config.end_token_ids, original.description.config.end_token_ids);
     EXPECT_EQ(converted.layout.digest, original.layout.digest);
     EXPECT_EQ(converted.region, original.region);
+  }
+}
+
+// Matrix n of the model (q, k, v, o, gate, up, down of each layer, embedding, head) is of types[(n + first) % types.size()].
+void ExpectBlocksInTheirRows(const std::string& directory, const ModelDescription& description, std::span<const BlockType> types,
+                             std::size_t first) {
+  const auto config = description.config;
+  const auto d = static_cast<std::size_t>(config.hidden_size), f = static_cast<std::size_t>(config.intermediate_size),
+             q = static_cast<std::size_t>(config.q_size()), kv = static_cast<std::size_t>(config.kv_size()),
+             vocab = static_cast<std::size_t>(config.vocab_size);
+  std::map<std::string, CodedTensor> coded;
+  std::map<std::string, std::vector<float>> values;
+  const auto add = [&](const std::string& name, std::size_t rows, std::size_t columns) {
+    const BlockType& type = types[(coded.size() + first) % types.size()];
+    CodedTensor tensor = RandomBlocks(type, rows * columns, coded.size());
+    values[name].resize(rows * columns);
+    Decode(type.codec, std::as_bytes(std::span(tensor.bytes)), values[name]);
+    coded[name] = std::move(tensor);
+  };
+  const auto name_of = [](int layer, const char* part) {
+    return absl::StrCat("model.layers.", layer, ".", part, "_proj.weight");
+  };
+  for (int i = 0; i < config.num_layers; ++i) {
+    add(name_of(i, "self_attn.q"), q, d);
+    add(name_of(i, "self_attn.k"), kv, d);
+    add(name_of(i, "self_attn.v"), kv, d);
+    add(name_of(i, "self_attn.o"), d, q);
+    add(name_of(i, "mlp.gate"), f, d);
+    add(name_of(i, "mlp.up"), f, d);
+    add(name_of(i, "mlp.down"), d, f);
+  }
+  add("model.embed_tokens.weight", vocab, d);
+  add("lm_head.weight", vocab, d);
+
+  const TemporaryDirectory converted_directory;
+  const std::string path = converted_directory.File("blocks.gguf");
+  ASSERT_TRUE(WriteFileAtomically(path, AsGguf(directory, description, {}, coded)).ok());
+  const LoadedModel loaded = Load(path);
+  ASSERT_FALSE(loaded.region.empty());
+  const auto expect = [&](const TensorPlace& place, const std::vector<std::string>& names) {
+    const float* begin = loaded.Values(place);
+    for (const std::string& name : names) {
+      const std::vector<float>& expected = values.at(name);
+      for (std::size_t i = 0; i < expected.size(); ++i) ASSERT_EQ(begin[i], expected[i]) << name << ", value " << i;
+      begin += expected.size();
+    }
+  };
+  for (int i = 0; i < config.num_layers; ++i) {
+    const LayerPlaces& places = loaded.layout.layers[static_cast<std::size_t>(i)];
+    expect(places.qkv, {name_of(i, "self_attn.q"), name_of(i, "self_attn.k"), name_of(i, "self_attn.v")});
+    expect(places.o, {name_of(i, "self_attn.o")});
+    expect(places.gate_up, {name_of(i, "mlp.gate"), name_of(i, "mlp.up")});
+    expect(places.down, {name_of(i, "mlp.down")});
+  }
+  expect(loaded.layout.embedding, {"model.embed_tokens.weight"});
+  expect(loaded.layout.head, {"lm_head.weight"});
+}
+
+TEST(GgufSourceTest, BlocksOfEachTypeComeToTheirRowsInEachMatrix) {
+  const TemporaryDirectory directory;
+  ASSERT_TRUE(WriteTinyModel(directory.path(), {.num_layers = 1,
+                                                .hidden_size = 256,
+                                                .intermediate_size = 512,
+                                                .num_heads = 4,
+                                                .num_kv_heads = 2,
+                                                .head_dim = 64,
+                                                .tie_embeddings = false})
+                  .ok());
+  const auto source = ModelSource::Open(directory.path());
+  ASSERT_TRUE(source.ok()) << source.status();
+  for (std::size_t first = 0; first < BlockTypes().size(); ++first) {
+    SCOPED_TRACE(CodecName(BlockTypes()[first].codec));
+    ExpectBlocksInTheirRows(directory.path(), (*source)->description(), BlockTypes(), first);
+  }
+}
+
+TEST(GgufSourceTest, SuperBlocksComeToTheirRowsInEachStripe) {
+  const TemporaryDirectory directory;
+  // q is read in two stripes (of 4 MiB at most), a row is five blocks of 256.
+  ASSERT_TRUE(WriteTinyModel(directory.path(), {.num_layers = 1,
+                                                .hidden_size = 1280,
+                                                .intermediate_size = 256,
+                                                .num_heads = 80,
+                                                .num_kv_heads = 16,
+                                                .head_dim = 16,
+                                                .tie_embeddings = false})
+                  .ok());
+  const auto source = ModelSource::Open(directory.path());
+  ASSERT_TRUE(source.ok()) << source.status();
+  for (const BlockType& type : BlockTypes()) {
+    if (BlockOf(type.codec).num_values != 256) continue;
+    SCOPED_TRACE(CodecName(type.codec));
+    ExpectBlocksInTheirRows(directory.path(), (*source)->description(), std::span(&type, 1), 0);
+  }
+}
+
+TEST(GgufSourceTest, RowsThatAreNoWholeBlocksAreRefusedByTensorWidthAndType) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.File("row.gguf");
+  for (const BlockType& type : BlockTypes()) {
+    const CodecBlock block = BlockOf(type.codec);
+    const std::string name = CodecName(type.codec);
+    const auto open = [&](std::uint64_t columns) {
+      GgufWriter writer;
+      writer.AddTensor("blk.0.attn_q.weight", {columns, 6}, type.id, std::string(12 * block.size_bytes, '\0'));
+      EXPECT_TRUE(WriteFileAtomically(path, writer.Finish()).ok());
+      return GgufFile::Open(path);
+    };
+    const auto whole = open(2 * block.num_values);
+    ASSERT_TRUE(whole.ok()) << whole.status();
+    EXPECT_EQ(whole->tensors()[0].type_name, name);
+    EXPECT_EQ(whole->tensors()[0].size_bytes, 12 * block.size_bytes);
+    // Six rows of one and a half blocks are nine blocks, but a row cannot begin within one.
+    const absl::Status status = open(block.num_values * 3 / 2).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    for (const std::string& part :
+         {path, std::string("tensor 'blk.0.attn_q.weight'"),
+          absl::StrCat(block.num_values * 3 / 2, " values, ", block.num_values, " a block of ", name)}) {
+      EXPECT_NE(status.message().find(part), absl::string_view::npos) << part << " in " << status;
+    }
   }
 }
 
