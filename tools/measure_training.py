@@ -27,6 +27,7 @@ rollout {{
   sampling {{ temperature: 1 max_tokens: {tokens} ignore_end_tokens: true }}
 }}
 rewards {{ weight: 1 ended_by_itself {{}} }}
+batch {{ score_prompts: {score_prompts} }}
 loss {{ preset: LOSS_PRESET_BNPO }}  # the one that skips no group, though all rewards are alike
 adapter {{ rank: {rank} alpha: {rank} }}
 optimizer {{ learning_rate: 1e-5 }}
@@ -105,6 +106,7 @@ def main():
     parser.add_argument("--live_sequences", type=int, default=0, help="generated at a time; 0: as many as the server runs")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--score_prompts", action="store_const", const="true", default="false", help="every position goes through the head")
     parser.add_argument("--pool_bytes", help="instead of what the plan asks for")
     parser.add_argument("--start_limit", type=float, default=300, help="seconds that a daemon may take to serve")
     args = parser.parse_args()

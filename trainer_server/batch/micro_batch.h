@@ -4,6 +4,7 @@
 // Example: prompt of 3 tokens with completions of 2 and 1: token_ids [p0 p1 p2 a0 a1 b0], positions [0 1 2 3 4 3].
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -25,6 +26,7 @@ struct MicroBatch {
   // token.
   std::vector<std::int64_t> head_rows;
   std::vector<std::int64_t> head_targets;
+  std::size_t num_prompt_head_rows = 0;  // of prompts' tokens, after all others; see AddPromptHeadRows
 };
 
 }  // namespace tandem

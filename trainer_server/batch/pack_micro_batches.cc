@@ -87,4 +87,17 @@ absl::StatusOr<std::vector<MicroBatch>> PackMicroBatches(std::span<const GroupTo
   return packed;
 }
 
+void AddPromptHeadRows(MicroBatch* batch) {
+  std::int32_t added_until = 0;  // prompts come in ascending order of rows
+  for (const PackedCompletion& completion : batch->completions) {
+    if (completion.prompt_end <= added_until) continue;
+    added_until = completion.prompt_end;
+    for (std::int64_t row = completion.prompt_begin; row + 1 < completion.prompt_end; ++row) {
+      batch->head_rows.push_back(row);
+      batch->head_targets.push_back(batch->token_ids[static_cast<std::size_t>(row + 1)]);
+      ++batch->num_prompt_head_rows;
+    }
+  }
+}
+
 }  // namespace tandem

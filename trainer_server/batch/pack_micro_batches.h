@@ -32,4 +32,8 @@ std::int64_t MicroBatchLimit(std::int64_t given, std::int64_t longest);
 // beyond max_tokens).
 absl::StatusOr<std::vector<MicroBatch>> PackMicroBatches(std::span<const GroupToPack> groups, std::int64_t max_tokens);
 
+// Adds a head row for every token of a prompt but its first, after those of completions. A prompt that completions share counts
+// once.
+void AddPromptHeadRows(MicroBatch* batch);
+
 }  // namespace tandem

@@ -440,7 +440,7 @@ absl::Status MeasureMemory(const JobSurroundings& surroundings, JobPlan* plan) {
   needs.has_dropout = plan->policy.dropout > 0;
   needs.prompts_per_step = spec.rollout().prompts_per_step();
   needs.group_size = spec.rollout().group_size();
-  needs.shortest_prompt_tokens = plan->prompts->shortest;
+  needs.shortest_prompt_tokens = plan->spec.batch().score_prompts() ? 0 : plan->prompts->shortest;
   needs.longest_prompt_tokens = plan->prompts->longest;
   needs.longest_evaluation_prompt_tokens = plan->evaluation_prompts.has_value() ? plan->evaluation_prompts->longest : 0;
   needs.max_completion_tokens = spec.rollout().sampling().max_tokens();

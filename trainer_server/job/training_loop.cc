@@ -205,6 +205,7 @@ absl::Status TrainingLoop::MakeTrainer(StepPieces pieces) {
                                                              .updates_per_rollout = plan_.spec.loss().updates_per_rollout(),
                                                              .micro_batch_tokens = plan_.spec.batch().micro_batch_tokens(),
                                                              .halves_micro_batches = pieces == StepPieces::kSmaller,
+                                                             .scores_prompts = plan_.spec.batch().score_prompts(),
                                                              .is_interrupted = [peer] { return peer->is_interrupted(); },
                                                              .device = environment_.device});
   return absl::OkStatus();

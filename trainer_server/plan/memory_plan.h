@@ -47,7 +47,7 @@ struct JobMemory {
   bool has_dropout = false;
   std::uint64_t prompts_per_step = 1;
   std::uint64_t group_size = 1;
-  std::uint64_t shortest_prompt_tokens = 1;
+  std::uint64_t shortest_prompt_tokens = 1;  // 0: prompts are scored too
   std::uint64_t longest_prompt_tokens = 1;
   std::uint64_t longest_evaluation_prompt_tokens = 0;  // drawn from, never trained on
   std::uint64_t max_completion_tokens = 1;

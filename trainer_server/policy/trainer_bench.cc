@@ -48,6 +48,7 @@ ABSL_FLAG(int, group_size, 8, "completions that share a prompt");
 ABSL_FLAG(int, prompt, 30, "tokens of each prompt");
 ABSL_FLAG(int, tokens, 12, "tokens of each completion");
 ABSL_FLAG(int, micro_batch_tokens, 0, "rows of one micro-batch at most; 0: 2048, or one group");
+ABSL_FLAG(bool, score_prompts, false, "prompts' tokens go through the head too");
 ABSL_FLAG(int, rank, 8, "rank of the adapter on all linear layers");
 ABSL_FLAG(int, steps, 3, "steps timed after a first one; the median counts");
 ABSL_FLAG(double, host_gib, 64, "page-locked host memory for what is kept of layers, at most");
@@ -91,7 +92,10 @@ absl::StatusOr<std::vector<MicroBatch>> Pack(const std::vector<Group>& groups) {
   }
   const int group_rows = absl::GetFlag(FLAGS_prompt) + absl::GetFlag(FLAGS_group_size) * absl::GetFlag(FLAGS_tokens);
   const int max_tokens = absl::GetFlag(FLAGS_micro_batch_tokens);
-  return PackMicroBatches(to_pack, max_tokens > 0 ? max_tokens : std::max(2048, group_rows));
+  TANDEM_ASSIGN_OR_RETURN(std::vector<MicroBatch> batches,
+                          PackMicroBatches(to_pack, max_tokens > 0 ? max_tokens : std::max(2048, group_rows)));
+  if (absl::GetFlag(FLAGS_score_prompts)) std::ranges::for_each(batches, [](MicroBatch& batch) { AddPromptHeadRows(&batch); });
+  return batches;
 }
 
 // All of the bench's memory on one device, as the pool takes it.

@@ -45,7 +45,8 @@ void VisitHeadRows(const MicroBatch& batch, const Mask& mask_of, const Visit& vi
       if (mask[t] != 0) visit(completion, t, row++);
     }
   }
-  TANDEM_CHECK(row == batch.head_rows.size(), row, " masked tokens for ", batch.head_rows.size(), " head rows");
+  TANDEM_CHECK(row + batch.num_prompt_head_rows == batch.head_rows.size(), row, " masked tokens for ", batch.head_rows.size(),
+               " head rows, ", batch.num_prompt_head_rows, " of prompts");
 }
 
 bool IsZero(std::span<const double> values) {
@@ -165,7 +166,9 @@ absl::StatusOr<std::vector<MicroBatch>> StepDriver::Pack(std::span<const ScoredG
   }
   std::int64_t max_tokens = MicroBatchLimit(options_.micro_batch_tokens, longest);
   if (options_.halves_micro_batches) max_tokens = std::max(longest, max_tokens / 2);
-  return PackMicroBatches(to_pack, max_tokens);
+  TANDEM_ASSIGN_OR_RETURN(std::vector<MicroBatch> batches, PackMicroBatches(to_pack, max_tokens));
+  if (options_.scores_prompts) std::ranges::for_each(batches, [](MicroBatch& batch) { AddPromptHeadRows(&batch); });
+  return batches;
 }
 
 // Old and reference log-probs before the first update, entropies before each: the top-entropy mask's threshold is the step's.

@@ -55,6 +55,7 @@ class StepDriver {
     std::uint32_t updates_per_rollout = 1;
     std::int64_t micro_batch_tokens = 0;   // see MicroBatchLimit
     bool halves_micro_batches = false;     // as far as the longest sequence allows
+    bool scores_prompts = false;           // with weight 0: for measurements
     std::function<bool()> is_interrupted;  // asked between micro-batches
     AdamWDevice device;                    // where the trained state lies
   };

@@ -71,6 +71,21 @@ TEST(PackMicroBatches, MaskedTokensAreRowsWithoutHeadRows) {
   EXPECT_THAT(packed->front().head_targets, ElementsAre(3, 5));
 }
 
+TEST(PackMicroBatches, PromptHeadRowsComeLastAndASharedPromptsOnce) {
+  const std::vector<Source> sources = {{{1, 2, 3}, {{4, 5}, {6}}, {{1, 1}, {1}}}, {{7, 8}, {{9}}, {{1}}}};
+  auto packed = PackMicroBatches(View(sources), 64);
+  ASSERT_TRUE(packed.ok()) << packed.status();
+  MicroBatch& batch = packed->front();
+  const std::vector<std::int64_t> rows = batch.head_rows, targets = batch.head_targets;
+  AddPromptHeadRows(&batch);
+  EXPECT_EQ(batch.num_prompt_head_rows, 3u);
+  const auto last = [](const std::vector<std::int64_t>& values) { return std::vector(values.end() - 3, values.end()); };
+  EXPECT_THAT(last(batch.head_rows), ElementsAre(0, 1, 6));
+  EXPECT_THAT(last(batch.head_targets), ElementsAre(2, 3, 8));
+  EXPECT_EQ(std::vector(batch.head_rows.begin(), batch.head_rows.end() - 3), rows);
+  EXPECT_EQ(std::vector(batch.head_targets.begin(), batch.head_targets.end() - 3), targets);
+}
+
 TEST(PackMicroBatches, SplitsALargeGroupBetweenCompletionsAndRepeatsItsPrompt) {
   const std::vector<Source> sources = {{{1, 2}, {{3, 4}, {5, 6}, {7}}, {{1, 1}, {1, 1}, {1}}}};
   const auto packed = PackMicroBatches(View(sources), 6);

@@ -112,6 +112,25 @@ TEST_F(StepDriverTest, SmallerPiecesAreHalfAsLargeAsFarAsTheLongestSequenceAllow
 }
 
 // Of the elastic region, as the phase's memory tells it when the region is given back.
+TEST_F(StepDriverTest, ScoredPromptsWeighNothing) {
+  const std::vector<float> before(Floats(0).begin(), Floats(0).end());
+  std::vector<std::vector<float>> masters;
+  std::vector<double> losses;
+  for (const bool scores_prompts : {false, true}) {
+    std::ranges::copy(before, Floats(0).begin());
+    for (const std::size_t i : {2u, 3u}) std::ranges::fill(Floats(i), 0.0f);
+    state_.optimizer_steps = 0;
+    options_.scores_prompts = scores_prompts;
+    const auto report = Run(Groups(4));
+    ASSERT_TRUE(report.ok()) << report.status();
+    masters.emplace_back(Floats(0).begin(), Floats(0).end());
+    losses.push_back(report->loss);
+  }
+  EXPECT_EQ(losses[0], losses[1]);
+  EXPECT_EQ(masters[0], masters[1]);
+  EXPECT_NE(masters[0], before);
+}
+
 TEST_F(StepDriverTest, PeakOfTrainingMemoryIsReported) {
   class Memory : public PhaseMemory {
     std::uint64_t peak_bytes() const override { return 12345; }
