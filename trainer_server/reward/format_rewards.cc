@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 
 #include "trainer_server/reward/reward_functions.h"
 #include "unicode/unistr.h"
@@ -16,15 +17,14 @@ std::string_view SkipSpace(std::string_view text) {
   return text;
 }
 
-std::string_view Trim(std::string_view text) {
-  text = SkipSpace(text);
-  return text.substr(0, text.find_last_not_of(kSpace) + 1);
-}
-
 std::size_t CountOf(std::string_view text, std::string_view part) {
   std::size_t count = 0;
   for (std::size_t at = text.find(part); at != std::string_view::npos; at = text.find(part, at + part.size())) ++count;
   return count;
+}
+
+std::size_t NumCharacters(std::string_view text) {
+  return static_cast<std::size_t>(std::ranges::count_if(text, [](char c) { return (c & 0xC0) != 0x80; }));
 }
 
 bool Consume(std::string_view* text, std::string_view prefix) {
@@ -43,7 +43,7 @@ bool ConsumeThrough(std::string_view* text, std::string_view marker) {
 
 // <reasoning>..</reasoning> <answer>..</answer> and nothing else but space around.
 bool HasSoftForm(std::string_view text, std::string_view reasoning, std::string_view answer) {
-  text = Trim(text);
+  text = TrimSpace(text);
   if (!Consume(&text, Open(reasoning)) || !ConsumeThrough(&text, Close(reasoning))) return false;
   text = SkipSpace(text);
   return Consume(&text, Open(answer)) && ConsumeThrough(&text, Close(answer)) && text.empty();
@@ -70,6 +70,11 @@ std::string FoldCase(std::string_view text) {
 }
 
 }  // namespace
+
+std::string_view TrimSpace(std::string_view text) {
+  text = SkipSpace(text);
+  return text.substr(0, text.find_last_not_of(kSpace) + 1);
+}
 
 std::optional<std::string_view> TextInTag(std::string_view text, std::string_view tag) {
   const std::string open = Open(tag);
@@ -105,7 +110,7 @@ RewardFormula MakeIntegerOnly(const v1::IntegerOnly& config, RewardFaults* fault
   return [tag = config.answer_tag()](const RewardInput& input) -> absl::StatusOr<std::optional<double>> {
     std::string_view text = input.completion;
     if (!tag.empty()) text = TextInTag(text, tag).value_or(std::string_view());
-    text = Trim(text);
+    text = TrimSpace(text);
     return !text.empty() && std::ranges::all_of(text, [](char c) { return c >= '0' && c <= '9'; }) ? 1.0 : 0.0;
   };
 }
@@ -121,10 +126,17 @@ RewardFormula MakeTagCount(const v1::TagCount& config, RewardFaults* faults) {
                   absl::StrCat("'", tag, "', must be written as it stands in text, such as '</answer>', in at most 256 bytes"));
     }
   }
+  if (!std::isfinite(config.trailing_penalty()) || config.trailing_penalty() < 0) {
+    faults->Add("trailing_penalty", absl::StrCat(config.trailing_penalty(), ", must be finite and >= 0"));
+  }
   const std::vector<std::string> tags(config.tags().begin(), config.tags().end());
-  return [tags](const RewardInput& input) -> absl::StatusOr<std::optional<double>> {
-    const auto count = std::ranges::count_if(tags, [&](const std::string& tag) { return CountOf(input.completion, tag) == 1; });
-    return static_cast<double>(count) / static_cast<double>(tags.size());
+  return [tags, penalty = config.trailing_penalty()](const RewardInput& input) -> absl::StatusOr<std::optional<double>> {
+    const std::string_view text = input.completion;
+    const auto count = std::ranges::count_if(tags, [&](const std::string& tag) { return CountOf(text, tag) == 1; });
+    const std::size_t last = text.rfind(tags.back());
+    const std::string_view trailing = last == std::string_view::npos ? "" : text.substr(last + tags.back().size());
+    const double share = static_cast<double>(count) / static_cast<double>(tags.size());
+    return std::max(0.0, share - penalty * static_cast<double>(NumCharacters(trailing)));
   };
 }
 

@@ -22,6 +22,26 @@ std::size_t EndOfInteger(std::string_view text, std::size_t begin) {
   return end;
 }
 
+struct Found {
+  bool is_negative = false;
+  std::string_view integer, fraction;
+  std::size_t end = 0;
+};
+
+std::optional<Found> NumberAt(std::string_view text, std::size_t at) {
+  const bool is_negative = text[at] == '-';
+  const std::size_t begin = at + (is_negative ? 1 : 0);
+  if (begin >= text.size() || !IsDigit(text[begin])) return std::nullopt;
+  Found found{.is_negative = is_negative, .integer = {}, .fraction = {}, .end = EndOfInteger(text, begin)};
+  found.integer = text.substr(begin, found.end - begin);
+  if (found.end + 1 < text.size() && text[found.end] == '.' && IsDigit(text[found.end + 1])) {
+    const std::size_t end = EndOfDigits(text, found.end + 1);
+    found.fraction = text.substr(found.end + 1, end - found.end - 1);
+    found.end = end;
+  }
+  return found;
+}
+
 Number MakeNumber(bool is_negative, std::string_view integer, std::string_view fraction) {
   std::string digits;
   for (const char c : integer) {
@@ -45,28 +65,22 @@ Number MakeNumber(bool is_negative, std::string_view integer, std::string_view f
 }  // namespace
 
 std::optional<Number> FindLastNumber(std::string_view text) {
-  struct Found {
-    bool is_negative = false;
-    std::string_view integer, fraction;
-  };
   std::optional<Found> last;
   for (std::size_t i = 0; i < text.size();) {
-    const bool is_negative = text[i] == '-';
-    const std::size_t begin = i + (is_negative ? 1 : 0);
-    if (begin >= text.size() || !IsDigit(text[begin])) {
-      ++i;
-      continue;
-    }
-    i = EndOfInteger(text, begin);
-    last = Found{.is_negative = is_negative, .integer = text.substr(begin, i - begin), .fraction = {}};
-    if (i + 1 < text.size() && text[i] == '.' && IsDigit(text[i + 1])) {
-      const std::size_t end = EndOfDigits(text, i + 1);
-      last->fraction = text.substr(i + 1, end - i - 1);
-      i = end;
-    }
+    const std::optional<Found> found = NumberAt(text, i);
+    i = found.has_value() ? found->end : i + 1;
+    if (found.has_value()) last = found;
   }
   if (!last.has_value()) return std::nullopt;
   return MakeNumber(last->is_negative, last->integer, last->fraction);
+}
+
+std::optional<Number> LeadingNumber(std::string_view text) {
+  const std::size_t begin = text.find_first_not_of(" \t\r\n$");
+  if (begin == std::string_view::npos) return std::nullopt;
+  const std::optional<Found> found = NumberAt(text, begin);
+  if (!found.has_value()) return std::nullopt;
+  return MakeNumber(found->is_negative, found->integer, found->fraction);
 }
 
 bool IsSameNumber(const Number& a, const Number& b, double tolerance) {

@@ -15,6 +15,8 @@ struct Number {
 
 // The last number; "5-3" holds 5 and -3, "1.2.3" holds 1.2 and 3.
 std::optional<Number> FindLastNumber(std::string_view text);
+// The first number; nullopt when text other than space and currency signs ($) stands before it.
+std::optional<Number> LeadingNumber(std::string_view text);
 
 // Exact by digits where both have them, so that integers beyond 2^53 are told apart; tolerance > 0 compares the values.
 bool IsSameNumber(const Number& a, const Number& b, double tolerance);

@@ -57,6 +57,23 @@ void RewardFaults::Add(std::string_view field, std::string_view text) {
   lines_.push_back(absl::StrCat(path_, ToAbsl(field), ": ", ToAbsl(text)));
 }
 
+absl::Status RowFieldError(const std::string& field, const std::string& function, std::string_view text) {
+  return absl::InvalidArgumentError(absl::StrCat("reward function '", function, "': row field '", field, "' ", ToAbsl(text)));
+}
+
+absl::StatusOr<const nlohmann::json*> RowField(const RewardInput& input, const std::string& field, const std::string& function) {
+  if (input.row == nullptr || !input.row->is_object()) {
+    return RowFieldError(field, function, "cannot be read: the row is not an object");
+  }
+  const auto entry = input.row->find(field);
+  if (entry == input.row->end()) return RowFieldError(field, function, "is absent");
+  return entry->is_null() ? nullptr : &*entry;
+}
+
+void CheckAnswerField(const std::string& field, RewardFaults* faults) {
+  if (field.empty()) faults->Add("answer_field", "empty, must name a field of the data set's rows");
+}
+
 std::unique_ptr<RewardFunction> MakeFormulaReward(RewardIdentity identity, std::vector<std::string> required_fields,
                                                   RewardFormula formula) {
   return std::make_unique<FormulaReward>(std::move(identity), std::move(required_fields), std::move(formula));
@@ -101,6 +118,33 @@ absl::StatusOr<std::unique_ptr<RewardFunction>> MakeRewardFunction(const v1::Rew
       break;
     case v1::RewardConfig::kLength:
       formula = MakeLengthReward(config.length(), &inner);
+      break;
+    case v1::RewardConfig::kMathAnswer:
+      formula = MakeMathAnswer(config.math_answer(), identity, &inner);
+      required_fields = {config.math_answer().answer_field()};
+      break;
+    case v1::RewardConfig::kMultipleChoice:
+      formula = MakeMultipleChoice(config.multiple_choice(), identity, &inner);
+      required_fields = {config.multiple_choice().answer_field()};
+      break;
+    case v1::RewardConfig::kRegularExpression:
+      formula = MakeRegularExpression(config.regular_expression(), &inner);
+      break;
+    case v1::RewardConfig::kRepetition:
+      formula = MakeRepetition(config.repetition(), &inner);
+      break;
+    case v1::RewardConfig::kLengthTarget:
+      formula = MakeLengthTarget(config.length_target(), &inner);
+      break;
+    case v1::RewardConfig::kScriptShare:
+      formula = MakeScriptShare(config.script_share(), &inner);
+      break;
+    case v1::RewardConfig::kNumericBands:
+      formula = MakeNumericBands(config.numeric_bands(), identity, &inner);
+      required_fields = {config.numeric_bands().answer_field()};
+      break;
+    case v1::RewardConfig::kEmailChecklist:
+      formula = MakeEmailChecklist(config.email_checklist(), &inner);
       break;
     case v1::RewardConfig::FUNCTION_NOT_SET:
       own.Add("function", absl::StrCat("none is set, must be one of ", KnownFunctions()));

@@ -42,6 +42,22 @@ RewardFormula MakeIntegerOnly(const v1::IntegerOnly& config, RewardFaults* fault
 RewardFormula MakeTagCount(const v1::TagCount& config, RewardFaults* faults);
 RewardFormula MakeKeywords(const v1::Keywords& config, RewardFaults* faults);
 RewardFormula MakeLengthReward(const v1::LengthReward& config, RewardFaults* faults);
+RewardFormula MakeMathAnswer(const v1::MathAnswer& config, const RewardIdentity& identity, RewardFaults* faults);
+RewardFormula MakeMultipleChoice(const v1::MultipleChoice& config, const RewardIdentity& identity, RewardFaults* faults);
+RewardFormula MakeRegularExpression(const v1::RegularExpression& config, RewardFaults* faults);
+RewardFormula MakeRepetition(const v1::Repetition& config, RewardFaults* faults);
+RewardFormula MakeLengthTarget(const v1::LengthTarget& config, RewardFaults* faults);
+RewardFormula MakeScriptShare(const v1::ScriptShare& config, RewardFaults* faults);
+RewardFormula MakeNumericBands(const v1::NumericBands& config, const RewardIdentity& identity, RewardFaults* faults);
+RewardFormula MakeEmailChecklist(const v1::EmailChecklist& config, RewardFaults* faults);
+
+void CheckAnswerField(const std::string& field, RewardFaults* faults);
+// The row's field. nullptr: it is null. Errors: INVALID_ARGUMENT (RowFieldError) when there is none.
+absl::StatusOr<const nlohmann::json*> RowField(const RewardInput& input, const std::string& field, const std::string& function);
+absl::Status RowFieldError(const std::string& field, const std::string& function, std::string_view text);
+
+// Text without the ASCII space around it.
+std::string_view TrimSpace(std::string_view text);
 
 // What stands inside the last complete <tag>..</tag>.
 std::optional<std::string_view> TextInTag(std::string_view text, std::string_view tag);

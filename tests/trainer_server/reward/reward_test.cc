@@ -5,8 +5,8 @@
 #include <limits>
 
 #include "gmock/gmock.h"
-#include "google/protobuf/text_format.h"
 #include "gtest/gtest.h"
+#include "tests/trainer_server/reward/reward_testing.h"
 #include "trainer_server/reward/reward_set.h"
 
 namespace tandem {
@@ -14,37 +14,6 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using Json = nlohmann::json;
-
-v1::RewardConfig Config(const std::string& text) {
-  v1::RewardConfig config;
-  EXPECT_TRUE(google::protobuf::TextFormat::ParseFromString(text, &config)) << text;
-  return config;
-}
-
-std::unique_ptr<RewardFunction> Make(const std::string& text) {
-  auto function = MakeRewardFunction(Config("weight: 1 " + text), "rewards[0].");
-  EXPECT_TRUE(function.ok()) << text << ": " << function.status();
-  return function.ok() ? *std::move(function) : nullptr;
-}
-
-// The fault lines of a config.
-std::string Faults(const std::string& text) {
-  const auto function = MakeRewardFunction(Config(text), "rewards[2].");
-  EXPECT_EQ(function.status().code(), absl::StatusCode::kInvalidArgument) << text;
-  return std::string(function.status().message());
-}
-
-absl::StatusOr<std::optional<double>> ScoreRow(const RewardFunction& function, const Json& row, const std::string& completion,
-                                               bool is_truncated = false) {
-  return function.Score({.row = &row, .completion = completion, .completion_tokens = 10, .is_truncated = is_truncated});
-}
-
-double Score(const RewardFunction& function, const std::string& completion, const Json& row = Json::object()) {
-  const auto reward = ScoreRow(function, row, completion);
-  EXPECT_TRUE(reward.ok() && reward->has_value()) << reward.status();
-  return reward.ok() ? reward->value_or(-99) : -99;
-}
 
 TEST(QuickstartRewardTest, ScoresOfTheUntrainedModelsGreedyAnswersEqualTheRecorded) {
   std::ifstream file(TANDEM_GOLDEN_DIR "/smollm2/quickstart.json");
@@ -255,7 +224,8 @@ TEST(LengthRewardTest, GoldenOverlongCases) {
 TEST(RewardConfigTest, FaultsNameFieldValueAndLimit) {
   EXPECT_EQ(Faults("weight: 1"),
             "rewards[2].function: none is set, must be one of numeric_answer, numeric_distance, ended_by_itself, answer_tags, "
-            "integer_only, tag_count, keywords, length");
+            "integer_only, tag_count, keywords, length, math_answer, multiple_choice, regular_expression, repetition, "
+            "length_target, script_share, numeric_bands, email_checklist");
   EXPECT_EQ(Faults("ended_by_itself {}"), "rewards[2].weight: 0, must be finite and not 0");
   EXPECT_EQ(Faults("weight: inf ended_by_itself {}"), "rewards[2].weight: inf, must be finite and not 0");
   EXPECT_THAT(Faults("weight: 1 name: 'a b' ended_by_itself {}"), HasSubstr("rewards[2].name: 'a b', must be"));
