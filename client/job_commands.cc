@@ -13,6 +13,8 @@
 namespace tandem {
 namespace {
 
+constexpr int kMaxLiveSequences = 1 << 16;
+
 absl::StatusOr<std::string> OneWord(const Words& words, const std::string& command, const std::string& what) {
   if (words.size() == 1) return words[0];
   return absl::InvalidArgumentError(absl::StrCat("usage: tandem ", command, " ", what, " (got ", words.size(), " words)"));
@@ -123,12 +125,15 @@ absl::Status Submit(const Connection& connection, const Words& words, const Subm
 }
 
 absl::Status Plan(const Connection& connection, const Words& words, const SubmitOptions& options, int live_sequences) {
+  if (live_sequences < 0 || live_sequences > kMaxLiveSequences) {
+    return absl::InvalidArgumentError(absl::StrCat("--live_sequences: ", live_sequences, "; must be 0 to ", kMaxLiveSequences));
+  }
   TANDEM_ASSIGN_OR_RETURN(const std::string path, OneWord(words, "plan", "JOB_FILE"));
   TANDEM_ASSIGN_OR_RETURN(v1::JobSpec spec, ReadJobFile(path, options.overrides));
   TANDEM_RETURN_IF_ERROR(UploadFiles(connection, &spec));
   v1::PlanRequest request;
   TANDEM_ASSIGN_OR_RETURN(*request.mutable_job_text(), ToText(spec));
-  request.set_live_sequences(static_cast<std::uint32_t>(std::max(live_sequences, 0)));
+  request.set_live_sequences(static_cast<std::uint32_t>(live_sequences));
   auto trainer = connection.Trainer();
   auto context = connection.Context();
   v1::PlanResponse response;

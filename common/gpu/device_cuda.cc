@@ -20,6 +20,7 @@ bool HasCudaDevice() {
 absl::Status CudaToStatus(int error, const char* what) {
   const auto code = static_cast<cudaError_t>(error);
   if (code == cudaSuccess) return absl::OkStatus();
+  (void)cudaGetLastError();  // else the next launch's check would take this fault for its own; a lost context keeps failing
   const std::string message = absl::StrCat(what, ": ", cudaGetErrorName(code), ": ", cudaGetErrorString(code));
   if (code == cudaErrorMemoryAllocation) return absl::ResourceExhaustedError(message);
   if (code == cudaErrorInvalidValue || code == cudaErrorInvalidConfiguration) return absl::InvalidArgumentError(message);

@@ -445,10 +445,16 @@ void Engine::FailStep(const StepPlan& plan, const absl::Status& status) {
   }
 }
 
+// A token that is being drawn counts in the completion already.
+std::uint32_t Engine::NumDelivered(SequenceId id) const {
+  const bool is_drawing = generations_.at(id).last_token_place != nullptr;
+  return static_cast<std::uint32_t>(scheduler_.sequence(id).completion.size()) - (is_drawing ? 1 : 0);
+}
+
 void Engine::EndSequence(SequenceId id, v1::FinishReason reason, std::string text, const std::string& error) {
+  const std::uint32_t num_tokens = NumDelivered(id);
   const Generation generation = std::move(generations_.at(id));
   generations_.erase(id);
-  const auto num_tokens = static_cast<std::uint32_t>(scheduler_.sequence(id).completion.size());
   scheduler_.End(id);
   metrics_.CountFinished(reason);
   Batch* batch = generation.batch;
@@ -512,7 +518,7 @@ void Engine::EndBatch(std::uint64_t batch_id, v1::FinishReason reason, const abs
   Batch& batch = batches_.at(batch_id);
   for (SequenceId id : batch.live) {
     const Generation& generation = generations_.at(id);
-    batch.sink->OnFinished(generation.member, reason, static_cast<std::uint32_t>(scheduler_.sequence(id).completion.size()), "",
+    batch.sink->OnFinished(generation.member, reason, NumDelivered(id), "",
                            reason == v1::FINISH_REASON_ERROR ? std::string(status.message()) : std::string());
     metrics_.CountFinished(reason);
     generations_.erase(id);

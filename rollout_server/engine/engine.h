@@ -154,6 +154,7 @@ class Engine {
   void FinishStep(Lane lane);
   void FinishToken(const StepUnderWay::Row& row, const DrawnToken& token);
   void FailStep(const StepPlan& plan, const absl::Status& status);
+  std::uint32_t NumDelivered(SequenceId id) const;  // tokens of its completion
   void EndSequence(SequenceId id, v1::FinishReason reason, std::string text, const std::string& error);
   void AddBatch(BatchRequest request, const std::shared_ptr<BatchSink>& sink, absl::Time arrived);
   void AddSequences(Batch* batch);

@@ -22,8 +22,14 @@ absl::Status StepGraphs::Run(const StepGraphKey& key, const std::function<absl::
     return enqueue();
   }
   if (graph->second.executable == nullptr) {
+    if (has_failed_) return enqueue();
     const std::uint64_t bytes_before = bytes_;
-    TANDEM_RETURN_IF_ERROR(Capture(enqueue, &graph->second));
+    if (const absl::Status status = Capture(enqueue, &graph->second); !status.ok()) {
+      has_failed_ = true;
+      TANDEM_LOG(kWarning, "model", "steps are captured no more, which costs launches: ", status.ToString());
+      if (graph->second.executable != nullptr) Drop(graph);
+      return enqueue();  // a capture runs nothing
+    }
     if (bytes_ > limits_.max_bytes && bytes_ > bytes_before) max_graphs_ = std::max<std::size_t>(num_graphs_ - 1, 1);
     DropOldest(graph);
   }

@@ -65,6 +65,7 @@ class StepGraphs {
   std::size_t max_graphs_;
   std::uint64_t bytes_ = 0;
   std::uint64_t num_runs_ = 0;
+  bool has_failed_ = false;  // a capture: none is tried any more, and steps run without
 };
 
 }  // namespace tandem

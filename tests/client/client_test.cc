@@ -120,6 +120,8 @@ TEST_F(ClientTest, PlanOfAJobThatDoesNotFitIsPrintedAndFails) {
   WriteFile(directory + "/job.textproto", "name: \"addition\"");
   EXPECT_TRUE(Plan(connection_, {directory + "/job.textproto"}, {}, 8).ok());
   EXPECT_EQ(trainer_.live_sequences, 8u);
+  EXPECT_THAT(std::string(Plan(connection_, {directory + "/job.textproto"}, {}, -1).message()),
+              HasSubstr("--live_sequences: -1; must be 0 to 65536"));
   trainer_.plan.add_faults("adapter.rank: 64; must be small enough");
   trainer_.plan.add_faults("rollout.sampling.max_tokens: 9; the largest context that fits is 7 tokens");
   const absl::Status status = Plan(connection_, {directory + "/job.textproto"}, {}, 0);

@@ -5,12 +5,12 @@
 
 #include <algorithm>
 #include <map>
-#include <string>
 #include <utility>
 
 #include "common/base/log.h"
 #include "common/gpu/cuda_status.h"
 #include "common/torch/arena_allocator.h"
+#include "common/torch/check_status.h"
 #include "kernels/embedding/embedding.h"
 #include "kernels/kv_cache/kv_cache.h"
 #include "kernels/rms_norm/rms_norm.h"
@@ -23,8 +23,7 @@
 namespace tandem {
 namespace {
 
-void Check(const absl::Status& status) { TORCH_CHECK(status.ok(), std::string(status.message())); }
-void CheckCuda(cudaError_t error, const char* what) { Check(CudaToStatus(error, what)); }
+void CheckCuda(cudaError_t error, const char* what) { CheckStatus(CudaToStatus(error, what)); }
 
 template <typename T>
 HeadLogitTransform TransformOf(const LinearHead<T>& head) {
@@ -108,7 +107,7 @@ typename CudaBackend<T>::template Buffer<U> CudaBackend<T>::Upload(std::span<con
 
 template <typename T>
 void CudaBackend<T>::Fence() {
-  Check(stream_->Synchronize());
+  CheckStatus(stream_->Synchronize());
 }
 
 template <typename T>
@@ -149,7 +148,7 @@ std::unique_ptr<typename CudaBackend<T>::Plan> CudaBackend<T>::MakePlan(const Mi
   if constexpr (kDType == DType::kBf16) plan->fused_attention = MakeFusedAttention(batch);
   if (kv_scales_.has_value()) {
     const absl::StatusOr<bool> are_set = kv_scales_->AreSet();
-    Check(are_set.status());
+    CheckStatus(are_set.status());
     plan->rounds_kv = *are_set;
     if (*are_set && !is_rounding_logged_) {
       is_rounding_logged_ = true;
@@ -182,7 +181,7 @@ std::unique_ptr<typename CudaBackend<T>::LayerInputs> CudaBackend<T>::KeepLayerI
   const KeptLayers kept = ChooseKeptLayers(memory, config_.num_layers, spare_bytes, host_limit_bytes_);
   TORCH_CHECK_WITH(OutOfMemoryError, kept.host_bytes <= host_limit_bytes_, "layer inputs of ", num_rows,
                    " rows: ", kept.host_bytes, " bytes do not stay on the device, and host memory may take ", host_limit_bytes_);
-  Check(layer_input_host_->Reserve(kept.host_bytes));
+  CheckStatus(layer_input_host_->Reserve(kept.host_bytes, host_limit_bytes_));
   last_pass_ = {kept.num_slots, kept.keeps_attention, kept.host_bytes};
   const typename LayerInputs::Shape shape{.num_layers = config_.num_layers,
                                           .num_rows = num_rows,
@@ -199,7 +198,7 @@ void CudaBackend<T>::Round(const Sum* from, T* to, std::int64_t count) {
   if constexpr (kDType == DType::kFp32) {
     CopyBytes(to, from, static_cast<std::size_t>(count) * sizeof(T));
   } else {
-    Check(ConvertToBf16({.input = from, .output = to, .count = count}, stream_->handle()));
+    CheckStatus(ConvertToBf16({.input = from, .output = to, .count = count}, stream_->handle()));
   }
 }
 
@@ -208,7 +207,7 @@ void CudaBackend<T>::Widen(const T* from, Sum* to, std::int64_t count) {
   if constexpr (kDType == DType::kFp32) {
     CopyBytes(to, from, static_cast<std::size_t>(count) * sizeof(T));
   } else {
-    Check(ConvertToFp32({.input = from, .output = to, .count = count}, stream_->handle()));
+    CheckStatus(ConvertToFp32({.input = from, .output = to, .count = count}, stream_->handle()));
   }
 }
 
@@ -223,7 +222,7 @@ Matrix<const T> CudaBackend<T>::ToElements(Matrix<const Sum> x, Matrix<T> scratc
   if constexpr (kDType == DType::kFp32) {
     return x;
   } else {
-    Check(ConvertToBf16({.input = x.data, .output = scratch.data, .count = x.rows * x.columns}, stream_->handle()));
+    CheckStatus(ConvertToBf16({.input = x.data, .output = scratch.data, .count = x.rows * x.columns}, stream_->handle()));
     return scratch;
   }
 }
@@ -232,19 +231,19 @@ template <typename T>
 Matrix<const T> CudaBackend<T>::Values(const LinearWeight<T>& weight, std::int64_t outputs, std::int64_t inputs, T* scratch) {
   if (!weight.codes.has_value()) return {weight.values, outputs, inputs};
   TORCH_CHECK(kDType == DType::kBf16, "weights in codes are multiplied with in bf16");
-  Check(Dequantize(*weight.codes, scratch, Device::kCuda, stream_->handle()));
+  CheckStatus(Dequantize(*weight.codes, scratch, Device::kCuda, stream_->handle()));
   return {scratch, outputs, inputs};
 }
 
 template <typename T>
 void CudaBackend<T>::Embed(Plan* plan, const T* embedding, Sum* hidden) {
-  Check(Embedding({.dtype = kDType,
-                   .table = embedding,
-                   .token_ids = static_cast<const std::uint32_t*>(static_cast<const void*>(plan->token_ids)),
-                   .output = hidden,
-                   .num_rows = plan->num_rows,
-                   .width = d()},
-                  Device::kCuda, stream_->handle()));
+  CheckStatus(Embedding({.dtype = kDType,
+                         .table = embedding,
+                         .token_ids = static_cast<const std::uint32_t*>(static_cast<const void*>(plan->token_ids)),
+                         .output = hidden,
+                         .num_rows = plan->num_rows,
+                         .width = d()},
+                        Device::kCuda, stream_->handle()));
 }
 
 template <typename T>
@@ -257,7 +256,7 @@ void CudaBackend<T>::Norm(const Sum* x, const T* weight, T* y, std::int64_t rows
   params.num_rows = rows;
   params.width = d();
   params.epsilon = config_.rms_norm_epsilon;
-  Check(RmsNorm(params, Device::kCuda, stream_->handle()));
+  CheckStatus(RmsNorm(params, Device::kCuda, stream_->handle()));
 }
 
 template <typename T>
@@ -271,13 +270,13 @@ void CudaBackend<T>::NormBackward(const Sum* x, const T* weight, const T* grad_y
   params.num_rows = rows;
   params.width = d();
   params.epsilon = config_.rms_norm_epsilon;
-  Check(RmsNormBackward(params, Device::kCuda, stream_->handle()));
+  CheckStatus(RmsNormBackward(params, Device::kCuda, stream_->handle()));
 }
 
 template <typename T>
 void CudaBackend<T>::Run(const MatrixView& a, const MatrixView& b, const MatrixView& c, double alpha, double beta) {
-  Check(gemm_->Run({.a = a, .b = b, .c = c, .alpha = static_cast<float>(alpha), .beta = static_cast<float>(beta)},
-                   stream_->handle()));
+  CheckStatus(gemm_->Run({.a = a, .b = b, .c = c, .alpha = static_cast<float>(alpha), .beta = static_cast<float>(beta)},
+                         stream_->handle()));
 }
 
 template <typename T>
@@ -287,20 +286,20 @@ void CudaBackend<T>::AddProduct(Matrix<const T> a, Matrix<const T> b, Matrix<Sum
 
 template <typename T>
 void CudaBackend<T>::Swiglu(const Sum* gate_up, T* activated, std::int64_t rows) {
-  Check(tandem::Swiglu({.dtype = kDType, .gate_up = gate_up, .output = activated, .num_rows = rows, .width = f()}, Device::kCuda,
-                       stream_->handle()));
+  CheckStatus(tandem::Swiglu({.dtype = kDType, .gate_up = gate_up, .output = activated, .num_rows = rows, .width = f()},
+                             Device::kCuda, stream_->handle()));
 }
 
 template <typename T>
 void CudaBackend<T>::SwigluBackward(T* gate_up, const T* grad_activated, T* activated, std::int64_t rows) {
-  Check(tandem::SwigluBackward({.dtype = kDType,
-                                .gate_up = gate_up,
-                                .grad_output = grad_activated,
-                                .grad_gate_up = gate_up,
-                                .output = activated,
-                                .num_rows = rows,
-                                .width = f()},
-                               Device::kCuda, stream_->handle()));
+  CheckStatus(tandem::SwigluBackward({.dtype = kDType,
+                                      .gate_up = gate_up,
+                                      .grad_output = grad_activated,
+                                      .grad_gate_up = gate_up,
+                                      .output = activated,
+                                      .num_rows = rows,
+                                      .width = f()},
+                                     Device::kCuda, stream_->handle()));
 }
 
 template <typename T>
@@ -308,59 +307,59 @@ void CudaBackend<T>::FinishQkv(Plan* plan, const AfterQkv& weights, std::int64_t
                                T* qkv, T* unnormed) {
   const std::int64_t q = config_.q_size(), kv = config_.kv_size(), width = q + 2 * kv;
   // Rows for pages.
-  Check(RopeAndCache({.dtype = kDType,
-                      .qkv = product,
-                      .queries = qkv,
-                      .query_row_stride = width,
-                      .unnormed = weights.q_norm != nullptr ? unnormed : nullptr,
-                      .bias = weights.bias,
-                      .q_norm = weights.q_norm,
-                      .k_norm = weights.k_norm,
-                      .epsilon = config_.rms_norm_epsilon,
-                      .num_rows = rows,
-                      .num_heads = config_.num_heads,
-                      .num_kv_heads = config_.num_kv_heads,
-                      .head_dim = config_.head_dim,
-                      .positions = plan->positions + first_row,
-                      .cosines = plan->cosines.data(),
-                      .sines = plan->sines.data(),
-                      .keys = qkv + q,
-                      .values = qkv + q + kv,
-                      .page_stride = width,
-                      .page_tokens = 1,
-                      .kv_scales = plan->rounds_kv ? weights.kv_scales : nullptr},
-                     Device::kCuda, stream_->handle()));
+  CheckStatus(RopeAndCache({.dtype = kDType,
+                            .qkv = product,
+                            .queries = qkv,
+                            .query_row_stride = width,
+                            .unnormed = weights.q_norm != nullptr ? unnormed : nullptr,
+                            .bias = weights.bias,
+                            .q_norm = weights.q_norm,
+                            .k_norm = weights.k_norm,
+                            .epsilon = config_.rms_norm_epsilon,
+                            .num_rows = rows,
+                            .num_heads = config_.num_heads,
+                            .num_kv_heads = config_.num_kv_heads,
+                            .head_dim = config_.head_dim,
+                            .positions = plan->positions + first_row,
+                            .cosines = plan->cosines.data(),
+                            .sines = plan->sines.data(),
+                            .keys = qkv + q,
+                            .values = qkv + q + kv,
+                            .page_stride = width,
+                            .page_tokens = 1,
+                            .kv_scales = plan->rounds_kv ? weights.kv_scales : nullptr},
+                           Device::kCuda, stream_->handle()));
 }
 
 template <typename T>
 void CudaBackend<T>::NormHeadsBackward(const Plan& plan, const T* weight, const T* unnormed, T* grad, std::int64_t num_heads) {
-  Check(tandem::NormHeadsBackward({.dtype = kDType,
-                                   .grad = grad,
-                                   .row_stride = config_.q_size() + 2 * config_.kv_size(),
-                                   .unnormed = unnormed,
-                                   .unnormed_stride = config_.q_size() + config_.kv_size(),
-                                   .weight = weight,
-                                   .num_rows = plan.num_rows,
-                                   .num_heads = num_heads,
-                                   .head_dim = config_.head_dim,
-                                   .epsilon = config_.rms_norm_epsilon},
-                                  stream_->handle()));
+  CheckStatus(tandem::NormHeadsBackward({.dtype = kDType,
+                                         .grad = grad,
+                                         .row_stride = config_.q_size() + 2 * config_.kv_size(),
+                                         .unnormed = unnormed,
+                                         .unnormed_stride = config_.q_size() + config_.kv_size(),
+                                         .weight = weight,
+                                         .num_rows = plan.num_rows,
+                                         .num_heads = num_heads,
+                                         .head_dim = config_.head_dim,
+                                         .epsilon = config_.rms_norm_epsilon},
+                                        stream_->handle()));
 }
 
 template <typename T>
 void CudaBackend<T>::FinishQkvBackward(Plan* plan, const AfterQkv& weights, const T* unnormed, T* grad_qkv) {
   const std::int64_t q = config_.q_size();
-  Check(Rope({.dtype = kDType,
-              .x = grad_qkv,
-              .num_rows = plan->num_rows,
-              .row_stride = q + 2 * config_.kv_size(),
-              .num_heads = config_.num_heads + config_.num_kv_heads,
-              .head_dim = config_.head_dim,
-              .positions = plan->positions,
-              .cosines = plan->cosines.data(),
-              .sines = plan->sines.data(),
-              .sign = -1},
-             Device::kCuda, stream_->handle()));
+  CheckStatus(Rope({.dtype = kDType,
+                    .x = grad_qkv,
+                    .num_rows = plan->num_rows,
+                    .row_stride = q + 2 * config_.kv_size(),
+                    .num_heads = config_.num_heads + config_.num_kv_heads,
+                    .head_dim = config_.head_dim,
+                    .positions = plan->positions,
+                    .cosines = plan->cosines.data(),
+                    .sines = plan->sines.data(),
+                    .sign = -1},
+                   Device::kCuda, stream_->handle()));
   if (weights.q_norm == nullptr) return;
   NormHeadsBackward(*plan, weights.q_norm, unnormed, grad_qkv, config_.num_heads);
   NormHeadsBackward(*plan, weights.k_norm, unnormed + q, grad_qkv + q, config_.num_kv_heads);
@@ -398,7 +397,7 @@ void CudaBackend<T>::AttentionForward(Plan* plan, const T* qkv, T* output, Sum* 
     plan->fused_attention->Forward(qkv, output, lse);
     return;
   }
-  Check(PackedAttentionForward(Attention(*plan, qkv, output, lse), stream_->handle()));
+  CheckStatus(PackedAttentionForward(Attention(*plan, qkv, output, lse), stream_->handle()));
 }
 
 template <typename T>
@@ -409,29 +408,29 @@ void CudaBackend<T>::AttentionBackward(Plan* plan, const T* qkv, const T* output
     return;
   }
   const Buffer<float> delta(plan->num_rows * config_.num_heads);
-  Check(PackedAttentionBackward({.forward = Attention(*plan, qkv, const_cast<T*>(output), const_cast<Sum*>(lse)),
-                                 .grad_output = grad_output,
-                                 .delta = delta.data(),
-                                 .grad_qkv = grad_qkv},
-                                stream_->handle()));
+  CheckStatus(PackedAttentionBackward({.forward = Attention(*plan, qkv, const_cast<T*>(output), const_cast<Sum*>(lse)),
+                                       .grad_output = grad_output,
+                                       .delta = delta.data(),
+                                       .grad_qkv = grad_qkv},
+                                      stream_->handle()));
 }
 
 template <typename T>
 void CudaBackend<T>::Dropout(T* x, std::int64_t rows, std::int64_t width, std::int64_t first_row, std::uint64_t seed,
                              double probability) {
-  Check(tandem::Dropout({.dtype = kDType,
-                         .x = x,
-                         .num_rows = rows,
-                         .width = width,
-                         .first_row = first_row,
-                         .seed = seed,
-                         .probability = probability},
-                        stream_->handle()));
+  CheckStatus(tandem::Dropout({.dtype = kDType,
+                               .x = x,
+                               .num_rows = rows,
+                               .width = width,
+                               .first_row = first_row,
+                               .seed = seed,
+                               .probability = probability},
+                              stream_->handle()));
 }
 
 template <typename T>
 void CudaBackend<T>::Add(T* y, const T* x, std::int64_t count) {
-  Check(tandem::Add({.dtype = kDType, .y = y, .x = x, .count = count}, stream_->handle()));
+  CheckStatus(tandem::Add({.dtype = kDType, .y = y, .x = x, .count = count}, stream_->handle()));
 }
 
 template <typename T>
@@ -445,7 +444,7 @@ void CudaBackend<T>::NormHeadRows(Plan* plan, const Sum* hidden, const T* weight
   params.num_rows = plan->num_head_rows;
   params.width = d();
   params.epsilon = config_.rms_norm_epsilon;
-  Check(RmsNorm(params, Device::kCuda, stream_->handle()));
+  CheckStatus(RmsNorm(params, Device::kCuda, stream_->handle()));
 }
 
 template <typename T>
@@ -467,36 +466,36 @@ LinearLogprobs CudaBackend<T>::HeadForward(Plan* plan, const T* head_input, T* u
       const Matrix<const T> weight(head_.weight + column * d(), columns, d());
       Run(View(Matrix<const T>(head_input + first * d(), rows, d())), View(weight.Transposed()),
           View(Matrix<float>(products.data(), rows, columns)), 1, 0);
-      Check(TokenLogprobTile({.products = products.data(),
-                              .num_rows = rows,
-                              .num_columns = columns,
-                              .first_column = column,
-                              .targets = plan->targets + first,
-                              .states = states.data(),
-                              .transform = TransformOf(head_),
-                              .gradient_dtype = kDType,
-                              .gradient = gradient,
-                              .pulled = pulled.data(),
-                              .width = d()},
-                             stream_->handle()));
+      CheckStatus(TokenLogprobTile({.products = products.data(),
+                                    .num_rows = rows,
+                                    .num_columns = columns,
+                                    .first_column = column,
+                                    .targets = plan->targets + first,
+                                    .states = states.data(),
+                                    .transform = TransformOf(head_),
+                                    .gradient_dtype = kDType,
+                                    .gradient = gradient,
+                                    .pulled = pulled.data(),
+                                    .width = d()},
+                                   stream_->handle()));
       if (gradient != nullptr) {
         Run(View(Matrix<const T>(gradient, rows, columns)), View(weight), View(Matrix<float>(pulled.data(), rows, d())), 1,
             column == 0 ? 0 : 1);
       }
     }
-    Check(TokenLogprobFinish({.num_rows = rows,
-                              .targets = plan->targets + first,
-                              .states = states.data(),
-                              .transform = TransformOf(head_),
-                              .logprobs = results.data() + first,
-                              .lse = results.data() + num_rows + first,
-                              .entropies = results.data() + 2 * num_rows + first,
-                              .dtype = kDType,
-                              .pulled = gradient == nullptr ? nullptr : pulled.data(),
-                              .weight = head_.weight,
-                              .unit_gradient = gradient == nullptr ? nullptr : unit_gradient + first * d(),
-                              .width = d()},
-                             stream_->handle()));
+    CheckStatus(TokenLogprobFinish({.num_rows = rows,
+                                    .targets = plan->targets + first,
+                                    .states = states.data(),
+                                    .transform = TransformOf(head_),
+                                    .logprobs = results.data() + first,
+                                    .lse = results.data() + num_rows + first,
+                                    .entropies = results.data() + 2 * num_rows + first,
+                                    .dtype = kDType,
+                                    .pulled = gradient == nullptr ? nullptr : pulled.data(),
+                                    .weight = head_.weight,
+                                    .unit_gradient = gradient == nullptr ? nullptr : unit_gradient + first * d(),
+                                    .width = d()},
+                                   stream_->handle()));
   }
   LinearLogprobs logprobs;
   const double* source = results.data();
@@ -531,25 +530,26 @@ void CudaBackend<T>::HeadBackward(Plan* plan, const T* head_input, const LinearL
       const Matrix<const T> weight(head_.weight + column * d(), columns, d());
       Run(View(Matrix<const T>(head_input + first * d(), rows, d())), View(weight.Transposed()),
           View(Matrix<float>(products.data(), rows, columns)), 1, 0);
-      Check(TokenLogprobGradient({.products = products.data(),
-                                  .num_rows = rows,
-                                  .num_columns = columns,
-                                  .first_column = column,
-                                  .targets = plan->targets + first,
-                                  .transform = TransformOf(head_),
-                                  .logprobs = logprobs.data() + first,
-                                  .lse = lse.data() + first,
-                                  .entropies = entropies.data() + first,
-                                  .grad_logprobs = g.data() + first,
-                                  .grad_entropies = grad_entropies.empty() ? nullptr : e.data() + first,
-                                  .gradient_dtype = kDType,
-                                  .gradient = gradient},
-                                 stream_->handle()));
+      CheckStatus(TokenLogprobGradient({.products = products.data(),
+                                        .num_rows = rows,
+                                        .num_columns = columns,
+                                        .first_column = column,
+                                        .targets = plan->targets + first,
+                                        .transform = TransformOf(head_),
+                                        .logprobs = logprobs.data() + first,
+                                        .lse = lse.data() + first,
+                                        .entropies = entropies.data() + first,
+                                        .grad_logprobs = g.data() + first,
+                                        .grad_entropies = grad_entropies.empty() ? nullptr : e.data() + first,
+                                        .gradient_dtype = kDType,
+                                        .gradient = gradient},
+                                       stream_->handle()));
       Run(View(Matrix<const T>(gradient, rows, columns)), View(weight), View(Matrix<float>(sum.data(), rows, d())), 1,
           column == 0 ? 0 : 1);
     }
     if constexpr (kIsSeparate) {
-      Check(ConvertToBf16({.input = sum.data(), .output = grad_head + first * d(), .count = rows * d()}, stream_->handle()));
+      CheckStatus(
+          ConvertToBf16({.input = sum.data(), .output = grad_head + first * d(), .count = rows * d()}, stream_->handle()));
     } else {
       Copy(grad_head + first * d(), sum.data(), rows * d());
     }
@@ -562,15 +562,15 @@ void CudaBackend<T>::AddHeadGradient(Plan* plan, const Sum* hidden, const T* wei
   const std::vector<float> rounded(factors.begin(), factors.end());
   const Buffer<float> on_device = Upload(std::span<const float>(rounded));
   const Buffer<T> summed(plan->num_hidden_rows * d());
-  Check(SumRows({.dtype = kDType,
-                 .input = grad_head,
-                 .factors = factors.empty() ? nullptr : on_device.data(),
-                 .offsets = plan->head_offsets,
-                 .members = plan->head_members,
-                 .output = summed.data(),
-                 .num_rows = plan->num_hidden_rows,
-                 .width = d()},
-                stream_->handle()));
+  CheckStatus(SumRows({.dtype = kDType,
+                       .input = grad_head,
+                       .factors = factors.empty() ? nullptr : on_device.data(),
+                       .offsets = plan->head_offsets,
+                       .members = plan->head_members,
+                       .output = summed.data(),
+                       .num_rows = plan->num_hidden_rows,
+                       .width = d()},
+                      stream_->handle()));
   RmsNormBackwardParams params;
   params.dtype = kDType;
   params.input = hidden;
@@ -581,7 +581,7 @@ void CudaBackend<T>::AddHeadGradient(Plan* plan, const Sum* hidden, const T* wei
   params.num_rows = plan->num_hidden_rows;
   params.width = d();
   params.epsilon = config_.rms_norm_epsilon;
-  Check(RmsNormBackward(params, Device::kCuda, stream_->handle()));
+  CheckStatus(RmsNormBackward(params, Device::kCuda, stream_->handle()));
 }
 
 template <typename T>
@@ -593,7 +593,7 @@ typename CudaBackend<T>::AdapterValues CudaBackend<T>::Adapter(std::span<const s
   } else {
     const auto count = static_cast<std::int64_t>(slot.size() / sizeof(float));
     adapter.copy = Buffer<T>(count);
-    Check(ConvertToBf16({.input = masters, .output = adapter.copy.data(), .count = count}, stream_->handle()));
+    CheckStatus(ConvertToBf16({.input = masters, .output = adapter.copy.data(), .count = count}, stream_->handle()));
     adapter.values = adapter.copy.data();
   }
   return adapter;

@@ -3,27 +3,27 @@
 #include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 
-#include <string>
+#include <algorithm>
 
 #include "common/base/log.h"
 #include "common/base/units.h"
 #include "common/gpu/cuda_status.h"
+#include "common/torch/check_status.h"
 
 namespace tandem {
 namespace {
 
-void CheckCuda(cudaError_t error, const char* what) {
-  const absl::Status status = CudaToStatus(error, what);
-  TORCH_CHECK(status.ok(), std::string(status.message()));
-}
+void CheckCuda(cudaError_t error, const char* what) { CheckStatus(CudaToStatus(error, what)); }
 
 cudaStream_t Handle(const Stream* stream) { return static_cast<cudaStream_t>(stream->handle()); }
 cudaEvent_t Event(void* event) { return static_cast<cudaEvent_t>(event); }
 
 }  // namespace
 
-absl::Status LayerInputHost::Reserve(std::uint64_t size_bytes) {
-  if (size_bytes <= this->size_bytes()) return absl::OkStatus();
+absl::Status LayerInputHost::Reserve(std::uint64_t size_bytes, std::uint64_t limit_bytes) {
+  const std::uint64_t had_bytes = this->size_bytes();
+  if (size_bytes <= had_bytes) return absl::OkStatus();
+  size_bytes = std::max(size_bytes, std::min(limit_bytes, had_bytes + had_bytes / 4));
   memory_.reset();  // the old memory first: a peak of one, not two
   absl::StatusOr<std::unique_ptr<HostBuffer>> memory = HostBuffer::Create(Device::kCuda, size_bytes);
   if (!memory.ok()) {

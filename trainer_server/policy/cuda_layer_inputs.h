@@ -25,8 +25,9 @@ namespace tandem {
 // Page-locked memory that one pass at a time keeps inputs in. It is pinned when first needed and kept: pinning is slow.
 class LayerInputHost {
  public:
-  // Room for `size_bytes`; what was there is lost when it grows. Errors: RESOURCE_EXHAUSTED naming the size.
-  absl::Status Reserve(std::uint64_t size_bytes);
+  // Room for `size_bytes`; what was there is lost when it grows, which it does by a quarter at least, up to `limit_bytes`.
+  // Errors: RESOURCE_EXHAUSTED naming the size.
+  absl::Status Reserve(std::uint64_t size_bytes, std::uint64_t limit_bytes);
   std::byte* data() const { return memory_ == nullptr ? nullptr : memory_->bytes().data(); }
   std::uint64_t size_bytes() const { return memory_ == nullptr ? 0 : memory_->bytes().size(); }
 

@@ -10,12 +10,12 @@
 #include <bit>
 #include <cmath>
 #include <map>
-#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "common/gpu/cuda_status.h"
+#include "common/torch/check_status.h"
 #include "kernels/packed_attention/attention_parts.h"
 
 // Found beside LibTorch, which has loaded it already; null where it is absent.
@@ -27,8 +27,6 @@ namespace {
 namespace fe = cudnn_frontend;
 using Graph = fe::graph::Graph;
 using Tensor = std::shared_ptr<fe::graph::Tensor_attributes>;
-
-void Check(const absl::Status& status) { TORCH_CHECK(status.ok(), std::string(status.message())); }
 
 std::int64_t PowerOfTwo(std::int64_t least) {
   return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(least)));
@@ -53,9 +51,9 @@ class Arrays {
   Buffer<T, Device::kCuda> Upload(void* stream) const {
     Buffer<T, Device::kCuda> buffer(static_cast<std::int64_t>(values_.size()));
     // From pageable memory: `values_` is read before this returns.
-    Check(CudaToStatus(cudaMemcpyAsync(buffer.data(), values_.data(), values_.size() * sizeof(T), cudaMemcpyHostToDevice,
-                                       static_cast<cudaStream_t>(stream)),
-                       "upload of attention's rows"));
+    CheckStatus(CudaToStatus(cudaMemcpyAsync(buffer.data(), values_.data(), values_.size() * sizeof(T), cudaMemcpyHostToDevice,
+                                             static_cast<cudaStream_t>(stream)),
+                             "upload of attention's rows"));
     for (const auto& [place, offset] : places_) *place = buffer.data() + offset;
     return buffer;
   }
@@ -381,7 +379,7 @@ void CudnnAttention::RunForward(const Call& call, const void* qkv, std::int64_t 
 
 void CudnnAttention::Forward(const void* qkv, void* output, float* lse) const {
   const std::int64_t q = num_heads_ * head_dim_;
-  Check(ZeroRows({.output = output, .row_stride = q, .begin = num_own_, .end = num_rows_}, stream_));
+  CheckStatus(ZeroRows({.output = output, .row_stride = q, .begin = num_own_, .end = num_rows_}, stream_));
   RunForward(own_, qkv, 0, output, lse);
   if (prompt_.num_queries == 0) return;
   const std::int64_t heads = prompt_.forward_heads * group_;
@@ -389,16 +387,16 @@ void CudnnAttention::Forward(const void* qkv, void* output, float* lse) const {
   const DeviceBuffer<float> part_lse(prompt_.num_queries * heads);
   for (std::int64_t first = 0; first < num_kv_heads_; first += prompt_.forward_heads) {
     RunForward(prompt_, qkv, first, part.data(), part_lse.data());
-    Check(MergeAttention({.part = part.data(),
-                          .part_lse = {part_lse.data(), heads, 1},
-                          .rows = prompt_.query_rows,
-                          .output = At(output, first * group_ * head_dim_),
-                          .output_row_stride = q,
-                          .lse = {lse + first * group_, num_heads_, 1},
-                          .num_rows = prompt_.num_queries,
-                          .num_heads = heads,
-                          .head_dim = head_dim_},
-                         stream_));
+    CheckStatus(MergeAttention({.part = part.data(),
+                                .part_lse = {part_lse.data(), heads, 1},
+                                .rows = prompt_.query_rows,
+                                .output = At(output, first * group_ * head_dim_),
+                                .output_row_stride = q,
+                                .lse = {lse + first * group_, num_heads_, 1},
+                                .num_rows = prompt_.num_queries,
+                                .num_heads = heads,
+                                .head_dim = head_dim_},
+                               stream_));
   }
 }
 
@@ -418,32 +416,32 @@ void CudnnAttention::RunBackward(const Call& call, const void* qkv, const void* 
                     .total_keys = call.total_keys};
   const auto write = [&](const DeviceBuffer<std::uint16_t>& gradient, std::int64_t column, std::int64_t head_stride,
                          const std::int32_t* rows, std::int64_t num_rows, bool adds) {
-    Check(CopyHeads({.input = {gradient.data(), heads * head_dim_, head_dim_},
-                     .output = {At(grad_qkv, column), q + 2 * kv, head_stride},
-                     .output_rows = rows,
-                     .num_rows = num_rows,
-                     .num_heads = heads,
-                     .head_dim = head_dim_,
-                     .is_added = adds},
-                    stream_));
+    CheckStatus(CopyHeads({.input = {gradient.data(), heads * head_dim_, head_dim_},
+                           .output = {At(grad_qkv, column), q + 2 * kv, head_stride},
+                           .output_rows = rows,
+                           .num_rows = num_rows,
+                           .num_heads = heads,
+                           .head_dim = head_dim_,
+                           .is_added = adds},
+                          stream_));
   };
   for (std::int64_t first = 0; first < num_kv_heads_; first += heads) {
     for (std::int64_t member = 0; member < group_; ++member) {
       const std::int64_t query_head = first * group_ + member, query_column = query_head * head_dim_;
       const std::int64_t key_column = q + first * head_dim_;
-      Check(GatherLse({.input = {const_cast<float*>(lse) + query_head, num_heads_, group_},
-                       .rows = call.query_rows,
-                       .output = {part_lse.data(), heads, 1},
-                       .num_rows = call.num_queries,
-                       .num_heads = heads},
-                      stream_));
-      Check(CopyHeads({.input = {Mutable(At(qkv, query_column)), q + 2 * kv, group_ * head_dim_},
-                       .input_rows = call.query_rows,
-                       .output = {query.data(), heads * head_dim_, head_dim_},
-                       .num_rows = call.num_queries,
-                       .num_heads = heads,
-                       .head_dim = head_dim_},
-                      stream_));
+      CheckStatus(GatherLse({.input = {const_cast<float*>(lse) + query_head, num_heads_, group_},
+                             .rows = call.query_rows,
+                             .output = {part_lse.data(), heads, 1},
+                             .num_rows = call.num_queries,
+                             .num_heads = heads},
+                            stream_));
+      CheckStatus(CopyHeads({.input = {Mutable(At(qkv, query_column)), q + 2 * kv, group_ * head_dim_},
+                             .input_rows = call.query_rows,
+                             .output = {query.data(), heads * head_dim_, head_dim_},
+                             .num_rows = call.num_queries,
+                             .num_heads = heads,
+                             .head_dim = head_dim_},
+                            stream_));
       graphs_->state_->Run(shape,
                            {{kQuery, query.data()},
                             {kKey, Mutable(At(qkv, key_column))},
@@ -472,7 +470,7 @@ void CudnnAttention::RunBackward(const Call& call, const void* qkv, const void* 
 void CudnnAttention::Backward(const void* qkv, const void* output, const float* lse, const void* grad_output,
                               void* grad_qkv) const {
   const std::int64_t width = (num_heads_ + 2 * num_kv_heads_) * head_dim_;
-  Check(ZeroRows({.output = grad_qkv, .row_stride = width, .begin = num_own_, .end = num_rows_}, stream_));
+  CheckStatus(ZeroRows({.output = grad_qkv, .row_stride = width, .begin = num_own_, .end = num_rows_}, stream_));
   RunBackward(own_, qkv, output, lse, grad_output, grad_qkv, /*is_added=*/false);
   if (prompt_.num_queries > 0) RunBackward(prompt_, qkv, output, lse, grad_output, grad_qkv, /*is_added=*/true);
 }

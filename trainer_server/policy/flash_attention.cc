@@ -12,18 +12,16 @@
 
 #include <algorithm>
 #include <mutex>
-#include <string>
 #include <utility>
 
 #include "common/gpu/cuda_status.h"
+#include "common/torch/check_status.h"
 #include "kernels/packed_attention/attention_parts.h"
 
 namespace tandem {
 namespace {
 
 constexpr std::int64_t kMaxHeadDim = 256;
-
-void Check(const absl::Status& status) { TORCH_CHECK(status.ok(), std::string(status.message())); }
 
 // Its backward pass then adds in a fixed order.
 void PrepareLibTorchOnce() {
@@ -79,14 +77,14 @@ Gradients RunBackward(const Call& call, const at::Tensor& grad_output, const at:
 void Write(const at::Tensor& heads, const std::int32_t* rows, void* output, std::int64_t row_stride, bool is_added,
            void* stream) {
   const std::int64_t head_dim = heads.size(2);
-  Check(CopyHeads({.input = {heads.mutable_data_ptr(), heads.size(1) * head_dim, head_dim},
-                   .output = {output, row_stride, head_dim},
-                   .output_rows = rows,
-                   .num_rows = heads.size(0),
-                   .num_heads = heads.size(1),
-                   .head_dim = head_dim,
-                   .is_added = is_added},
-                  stream));
+  CheckStatus(CopyHeads({.input = {heads.mutable_data_ptr(), heads.size(1) * head_dim, head_dim},
+                         .output = {output, row_stride, head_dim},
+                         .output_rows = rows,
+                         .num_rows = heads.size(0),
+                         .num_heads = heads.size(1),
+                         .head_dim = head_dim,
+                         .is_added = is_added},
+                        stream));
 }
 
 }  // namespace
@@ -126,9 +124,9 @@ FlashAttention::FlashAttention(const ModelConfig& config, const AttentionRows& r
   add(&key_rows_, rows.key_rows);
   indices_ = DeviceBuffer<std::int32_t>(static_cast<std::int64_t>(values.size()));
   // From pageable memory: `values` is read before this returns.
-  Check(CudaToStatus(cudaMemcpyAsync(indices_.data(), values.data(), values.size() * sizeof(std::int32_t), cudaMemcpyHostToDevice,
-                                     static_cast<cudaStream_t>(stream)),
-                     "upload of attention's rows"));
+  CheckStatus(CudaToStatus(cudaMemcpyAsync(indices_.data(), values.data(), values.size() * sizeof(std::int32_t),
+                                           cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream)),
+                           "upload of attention's rows"));
   for (const auto& [place, offset] : places) *place = indices_.data() + offset;
 }
 
@@ -149,13 +147,13 @@ FlashAttention::Gathered FlashAttention::Gather(const void* qkv) const {
 
 void FlashAttention::GatherHeads(const void* input, std::int64_t row_stride, const std::int32_t* rows, std::int64_t num_rows,
                                  std::int64_t num_heads, void* output) const {
-  Check(CopyHeads({.input = {const_cast<void*>(input), row_stride, head_dim_},
-                   .input_rows = rows,
-                   .output = {output, num_heads * head_dim_, head_dim_},
-                   .num_rows = num_rows,
-                   .num_heads = num_heads,
-                   .head_dim = head_dim_},
-                  stream_));
+  CheckStatus(CopyHeads({.input = {const_cast<void*>(input), row_stride, head_dim_},
+                         .input_rows = rows,
+                         .output = {output, num_heads * head_dim_, head_dim_},
+                         .num_rows = num_rows,
+                         .num_heads = num_heads,
+                         .head_dim = head_dim_},
+                        stream_));
 }
 
 // Log-sum-exps outside are [num_rows, num_heads], LibTorch's are [num_heads, rows].
@@ -165,7 +163,7 @@ void FlashAttention::Forward(const void* qkv, void* output, float* lse) const {
   const std::int64_t q = num_heads_ * head_dim_, kv = num_kv_heads_ * head_dim_, width = q + 2 * kv;
   const auto* const elements = static_cast<const std::uint16_t*>(qkv);
   const LseArray all_lse{lse, num_heads_, 1};
-  Check(ZeroRows({.output = output, .row_stride = q, .begin = num_own_, .end = num_rows_}, stream_));
+  CheckStatus(ZeroRows({.output = output, .row_stride = q, .begin = num_own_, .end = num_rows_}, stream_));
   {
     const at::Tensor own_begins = Ints(own_begins_, num_segments_ + 1);
     const auto [own, own_lse] = RunForward({Heads(elements, num_own_, num_heads_, head_dim_, width),
@@ -173,11 +171,11 @@ void FlashAttention::Forward(const void* qkv, void* output, float* lse) const {
                                             Heads(elements + q + kv, num_own_, num_kv_heads_, head_dim_, width), own_begins,
                                             own_begins, longest_own_, longest_own_, /*is_causal=*/true});
     Write(own, nullptr, output, q, /*is_added=*/false, stream_);
-    Check(GatherLse({.input = {own_lse.mutable_data_ptr<float>(), 1, num_own_},
-                     .output = all_lse,
-                     .num_rows = num_own_,
-                     .num_heads = num_heads_},
-                    stream_));
+    CheckStatus(GatherLse({.input = {own_lse.mutable_data_ptr<float>(), 1, num_own_},
+                           .output = all_lse,
+                           .num_rows = num_own_,
+                           .num_heads = num_heads_},
+                          stream_));
   }
   if (num_queries_ == 0) return;
   const Gathered gathered = Gather(qkv);
@@ -186,16 +184,16 @@ void FlashAttention::Forward(const void* qkv, void* output, float* lse) const {
                   Heads(gathered.keys.data(), num_keys_, num_kv_heads_, head_dim_, kv),
                   Heads(gathered.values.data(), num_keys_, num_kv_heads_, head_dim_, kv), Ints(query_begins_, num_groups_ + 1),
                   Ints(key_begins_, num_groups_ + 1), longest_query_, longest_key_, /*is_causal=*/false});
-  Check(MergeAttention({.part = prompt.const_data_ptr(),
-                        .part_lse = {prompt_lse.mutable_data_ptr<float>(), 1, num_queries_},
-                        .rows = query_rows_,
-                        .output = output,
-                        .output_row_stride = q,
-                        .lse = all_lse,
-                        .num_rows = num_queries_,
-                        .num_heads = num_heads_,
-                        .head_dim = head_dim_},
-                       stream_));
+  CheckStatus(MergeAttention({.part = prompt.const_data_ptr(),
+                              .part_lse = {prompt_lse.mutable_data_ptr<float>(), 1, num_queries_},
+                              .rows = query_rows_,
+                              .output = output,
+                              .output_row_stride = q,
+                              .lse = all_lse,
+                              .num_rows = num_queries_,
+                              .num_heads = num_heads_,
+                              .head_dim = head_dim_},
+                             stream_));
 }
 
 void FlashAttention::Backward(const void* qkv, const void* output, const float* lse, const void* grad_output,
@@ -206,11 +204,11 @@ void FlashAttention::Backward(const void* qkv, const void* output, const float* 
   const auto* const elements = static_cast<const std::uint16_t*>(qkv);
   auto* const gradients = static_cast<std::uint16_t*>(grad_qkv);
   const LseArray all_lse{const_cast<float*>(lse), num_heads_, 1};
-  Check(ZeroRows({.output = grad_qkv, .row_stride = width, .begin = num_own_, .end = num_rows_}, stream_));
+  CheckStatus(ZeroRows({.output = grad_qkv, .row_stride = width, .begin = num_own_, .end = num_rows_}, stream_));
   {
     const DeviceBuffer<float> own_lse(num_heads_ * num_own_);
-    Check(GatherLse({.input = all_lse, .output = {own_lse.data(), 1, num_own_}, .num_rows = num_own_, .num_heads = num_heads_},
-                    stream_));
+    CheckStatus(GatherLse(
+        {.input = all_lse, .output = {own_lse.data(), 1, num_own_}, .num_rows = num_own_, .num_heads = num_heads_}, stream_));
     const at::Tensor own_begins = Ints(own_begins_, num_segments_ + 1);
     const Gradients own = RunBackward(
         {Heads(elements, num_own_, num_heads_, head_dim_, width), Heads(elements + q, num_own_, num_kv_heads_, head_dim_, width),
@@ -228,12 +226,12 @@ void FlashAttention::Backward(const void* qkv, const void* output, const float* 
   const DeviceBuffer<float> query_lse(num_heads_ * num_queries_);
   GatherHeads(output, q, query_rows_, num_queries_, num_heads_, outputs.data());
   GatherHeads(grad_output, q, query_rows_, num_queries_, num_heads_, grad_outputs.data());
-  Check(GatherLse({.input = all_lse,
-                   .rows = query_rows_,
-                   .output = {query_lse.data(), 1, num_queries_},
-                   .num_rows = num_queries_,
-                   .num_heads = num_heads_},
-                  stream_));
+  CheckStatus(GatherLse({.input = all_lse,
+                         .rows = query_rows_,
+                         .output = {query_lse.data(), 1, num_queries_},
+                         .num_rows = num_queries_,
+                         .num_heads = num_heads_},
+                        stream_));
   const Gradients prompt = RunBackward(
       {Heads(gathered.queries.data(), num_queries_, num_heads_, head_dim_, q),
        Heads(gathered.keys.data(), num_keys_, num_kv_heads_, head_dim_, kv),

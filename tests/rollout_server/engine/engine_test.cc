@@ -353,7 +353,11 @@ TEST_P(EngineTest, CancelFreesTheBatchesBlocks) {
   sink->Cancel();
   test.gate.Open();
   EXPECT_EQ(sink->Await().code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(sink->completions().at({0, 3}).reason, v1::FINISH_REASON_CANCELLED);
+  for (std::uint32_t member = 0; member < 4; ++member) {
+    const auto& completion = sink->completions().at({0, member});
+    EXPECT_EQ(completion.reason, v1::FINISH_REASON_CANCELLED);
+    EXPECT_EQ(completion.reported_tokens, completion.ids.size()) << "what is being drawn is not delivered";
+  }
   EXPECT_TRUE(test.AwaitNoBlocks());
 }
 
@@ -396,6 +400,7 @@ TEST_P(EngineTest, NanLogitsEndTheirSequenceAlone) {
       EXPECT_EQ(bad.at({i, 0}).reason, v1::FINISH_REASON_ERROR);
       EXPECT_THAT(bad.at({i, 0}).error, ::testing::AllOf(HasSubstr("NaN logits"), HasSubstr("engine step 1")));
       EXPECT_TRUE(bad.at({i, 0}).ids.empty());
+      EXPECT_EQ(bad.at({i, 0}).reported_tokens, 0u);
     } else {
       EXPECT_EQ(bad.at({i, 0}), good.at({i, 0}));
     }

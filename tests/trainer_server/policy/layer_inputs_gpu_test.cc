@@ -50,7 +50,8 @@ void RunDelayed(int num_layers, int num_slots, int num_steps, Stream* compute) {
   const auto copy = Stream::Create(Device::kCuda);
   ASSERT_TRUE(copy.ok()) << copy.status();
   LayerInputHost host;
-  ASSERT_TRUE(host.Reserve(kBytes * static_cast<std::size_t>(num_layers - num_slots)).ok());
+  const std::uint64_t host_bytes = kBytes * static_cast<std::size_t>(num_layers - num_slots);
+  ASSERT_TRUE(host.Reserve(host_bytes, host_bytes).ok());
   const DeviceBytes read(kBytes * static_cast<std::size_t>(num_layers));
   std::vector<unsigned char> seen(read.span().size());
   for (int step = 0; step < num_steps; ++step) {
