@@ -207,7 +207,11 @@ std::string PlainMath(std::string_view text) {
   constexpr std::string_view kUnwrapped[] = {"\\text{", "\\mathrm{", "\\textbf{", "\\mathbf{"};
   std::string plain;
   std::vector<bool> keeps_brace;  // of the open braces
-  while (!text.empty()) {
+  while (true) {
+    const std::size_t special = std::min(text.find_first_of("\\$~{}"), text.size());
+    plain += text.substr(0, special);
+    text.remove_prefix(special);
+    if (text.empty()) return plain;
     const auto* const replaced =
         std::ranges::find_if(kReplaced, [&](const auto& entry) { return text.starts_with(entry.first); });
     if (replaced != std::ranges::end(kReplaced)) {
@@ -229,7 +233,6 @@ std::string PlainMath(std::string_view text) {
     if (c == '}' && !keeps_brace.empty()) keeps_brace.pop_back();
     if (is_kept) plain += c;
   }
-  return plain;
 }
 
 std::optional<MathValue> ParseMathValue(std::string_view text) {

@@ -18,6 +18,8 @@ TEST(TagCountTest, TrailingTextCosts) {
 }
 
 TEST(RegularExpressionTest, SearchesOrMatchesTheWhole) {
+  // As docs/rewards.md has it.
+  const std::string think = "pattern: '(?s)<think>(?!.*<think>).*?</think>.*' full: true";
   struct Case {
     std::string config, completion;
     double reward;
@@ -30,6 +32,11 @@ TEST(RegularExpressionTest, SearchesOrMatchesTheWhole) {
       {"pattern: '(?i)ANSWER'", "an answer", 1},
       {"pattern: '^<think>.*</think>$'", "<think>\n</think>", 0},
       {"pattern: '(?s)^<think>.*</think>$'", "<think>\n</think>", 1},
+      {think, "<think>so\nthen</think>\n7", 1},
+      {think, "<think>so</think>", 1},
+      {think, "<think>" + std::string(200'000, 'a') + "</think>" + std::string(200'000, 'b'), 1},
+      {think, "so</think>7", 0},
+      {think, "<think>so<think></think>7", 0},
       {"pattern: '\\\\p{Greek}'", "\xce\xb1", 1},
       {"pattern: '^.$'", "\xc3\xa4", 1},
       {"pattern: 'b'",
