@@ -6,6 +6,7 @@
 #include <map>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "common/base/hash.h"
 #include "common/base/random.h"
 #include "common/model/byte_pair_merges.h"
@@ -48,6 +49,24 @@ ModelConfig Llama31() {
   return config;
 }
 
+ModelConfig Qwen25() {
+  ModelConfig config;
+  config.family = "qwen2";
+  config.num_layers = 28;
+  config.hidden_size = 1536;
+  config.intermediate_size = 8960;
+  config.num_heads = 12;
+  config.num_kv_heads = 2;
+  config.head_dim = 128;
+  config.vocab_size = 151936;
+  config.max_positions = 131072;
+  config.rms_norm_epsilon = 1e-6F;
+  config.rope_theta = 1000000;
+  config.has_qkv_bias = true;
+  config.is_embedding_tied = true;
+  return config;
+}
+
 ModelConfig Qwen3() {
   ModelConfig config;
   config.family = "qwen3";
@@ -69,7 +88,9 @@ struct Shape {
   const char* name;
   ModelConfig (*config)();
 };
-constexpr std::array<Shape, 3> kShapes = {{{"smollm2-135m", SmolLm2}, {"llama-3.1-8b", Llama31}, {"qwen3-8b", Qwen3}}};
+constexpr std::array<Shape, 4> kShapes = {
+    {{"smollm2-135m", SmolLm2}, {"qwen2.5-1.5b", Qwen25}, {"llama-3.1-8b", Llama31}, {"qwen3-8b", Qwen3}}};
+constexpr int kMostPositions = 1 << 24;
 
 // The values of one tensor as a file of fp32 would hold them: value i is offset + half_width * u, u the i-th draw of [-1, 1).
 class RandomTensor final : public ByteSource {
@@ -144,18 +165,28 @@ class RandomModelSource final : public ModelSource {
 }  // namespace
 
 absl::StatusOr<ModelConfig> ConfigOfShape(const std::string& shape) {
+  const std::size_t colon = shape.find(':');
+  const std::string name = shape.substr(0, colon);
   std::string names;
   for (const Shape& known : kShapes) {
-    if (shape != known.name) {
+    if (name != known.name) {
       absl::StrAppend(&names, names.empty() ? "" : ", ", known.name);
       continue;
     }
     ModelConfig config = known.config();
-    config.name = absl::StrCat("random in the shape of ", shape);
+    config.name = absl::StrCat("random in the shape of ", name);
+    if (colon != std::string::npos) {
+      const std::string positions = shape.substr(colon + 1);
+      if (!absl::SimpleAtoi(positions, &config.max_positions) || config.max_positions < 1 ||
+          config.max_positions > kMostPositions) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("random weights: positions '", positions, "' after '", name, ":'; must be 1 to ", kMostPositions));
+      }
+    }
     TANDEM_RETURN_IF_ERROR(ValidateModelConfig(config));
     return config;
   }
-  return absl::InvalidArgumentError(absl::StrCat("random weights: no shape is named '", shape, "'; there are ", names));
+  return absl::InvalidArgumentError(absl::StrCat("random weights: no shape is named '", name, "'; there are ", names));
 }
 
 absl::StatusOr<std::unique_ptr<ModelSource>> OpenRandomModel(const std::string& shape) {

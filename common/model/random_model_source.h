@@ -13,7 +13,8 @@ namespace tandem {
 
 inline constexpr std::string_view kRandomModelPrefix = "random:";
 
-// The sizes of "smollm2-135m", "llama-3.1-8b", "qwen3-8b". Errors: INVALID_ARGUMENT naming the shapes that there are.
+// The sizes of "smollm2-135m", "qwen2.5-1.5b", "llama-3.1-8b", "qwen3-8b", of another number of positions where one follows:
+// "qwen3-8b:409600". Errors: INVALID_ARGUMENT naming the shapes that there are, or the bound of positions.
 absl::StatusOr<ModelConfig> ConfigOfShape(const std::string& shape);
 // Errors: those of ConfigOfShape.
 absl::StatusOr<std::unique_ptr<ModelSource>> OpenRandomModel(const std::string& shape);

@@ -31,8 +31,10 @@ ABSL_FLAG(std::string, run_dir, "",
           "lock and sockets of the pair, the same for both; default $XDG_RUNTIME_DIR/tandem or /tmp/tandem-UID");
 ABSL_FLAG(std::string, data_dir, "", "jobs and checkpoints; default $HOME/.local/share/tandem/PROGRAM");
 ABSL_FLAG(std::string, model, "", "model directory or GGUF file; read only by the daemon that makes the pool");
-ABSL_FLAG(std::string, random_weights, "",
-          "in place of --model, for benches: random weights in the shape of smollm2-135m, llama-3.1-8b or qwen3-8b");
+ABSL_FLAG(
+    std::string, random_weights, "",
+    "in place of --model, for benches: random weights in the shape of smollm2-135m, qwen2.5-1.5b, llama-3.1-8b or qwen3-8b; "
+    "'qwen3-8b:409600': of so many positions");
 ABSL_FLAG(std::string, device, "auto",
           "auto, cpu or cuda; auto: cuda where a GPU is visible that this build has code for. The same for both daemons");
 ABSL_FLAG(

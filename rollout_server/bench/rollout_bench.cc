@@ -28,7 +28,7 @@
 #include "rollout_server/model/decoder_model.h"
 #include "rollout_server/sample/sampler.h"
 
-ABSL_FLAG(std::string, shape, "llama-3.1-8b", "smollm2-135m, llama-3.1-8b or qwen3-8b");
+ABSL_FLAG(std::string, shape, "llama-3.1-8b", "smollm2-135m, qwen2.5-1.5b, llama-3.1-8b or qwen3-8b");
 ABSL_FLAG(std::string, cases, "a,c,d", "a: 64 sequences, 256 + 1024 tokens; c: 8 of one prompt, 512 + 8192; d: 256, 256 + 512");
 ABSL_FLAG(std::string, weights, "bf16", "bf16, fp8 or nf4");
 ABSL_FLAG(std::string, kv_cache_dtype, "bf16", "bf16 or fp8");

@@ -40,7 +40,7 @@
 
 ABSL_FLAG(std::string, device, "cpu", "cpu or cuda");
 ABSL_FLAG(std::string, model, "", "model directory or GGUF file; empty: random weights in --shape");
-ABSL_FLAG(std::string, shape, "smollm2-135m", "smollm2-135m, llama-3.1-8b or qwen3-8b, where no model is named");
+ABSL_FLAG(std::string, shape, "smollm2-135m", "smollm2-135m, qwen2.5-1.5b, llama-3.1-8b or qwen3-8b, where no model is named");
 ABSL_FLAG(std::string, weights, "auto", "auto (bf16 on a GPU, fp32 on the CPU), fp32, bf16, fp8 or nf4");
 ABSL_FLAG(double, memory_gib, 4, "memory for weights, trained state and the arena of activations");
 ABSL_FLAG(int, completions, 64, "completions of a step");

@@ -11,11 +11,13 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <nlohmann/json.hpp>
 
 #include "common/model/model_file.h"
+#include "common/model/random_model_source.h"
 #include "common/model/safetensors.h"
 #include "common/model/weight_codecs.h"
 #include "common/model/weight_encoders.h"
@@ -437,6 +439,21 @@ TEST(ModelDescriptionTest, SurvivesSerialisation) {
 }
 
 // Weights without a file are the same bits in every process, at the scale that keeps activations of order one.
+TEST(RandomModel, ShapesAreNamedAndMayHaveOtherPositions) {
+  for (const auto& [shape, layers, positions] :
+       {std::tuple{"smollm2-135m", 30, 8192}, std::tuple{"qwen2.5-1.5b", 28, 131072},
+        std::tuple{"llama-3.1-8b:300000", 32, 300000}, std::tuple{"qwen3-8b:409600", 36, 409600}}) {
+    const auto config = ConfigOfShape(shape);
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_EQ(config->num_layers, layers);
+    EXPECT_EQ(config->max_positions, positions);
+  }
+  for (const char* shape : {"qwen3-8b:", "qwen3-8b:0", "qwen3-8b:x", "qwen3-8b:99999999999"}) {
+    EXPECT_NE(ConfigOfShape(shape).status().message().find("must be 1 to 16777216"), std::string::npos) << shape;
+  }
+  EXPECT_NE(ConfigOfShape("gpt:5").status().message().find("no shape is named 'gpt'; there are smollm2-135m"), std::string::npos);
+}
+
 TEST(RandomModel, IsTheSameEveryTimeAndItsTokenizerReadsAnyText) {
   const auto source = ModelSource::Open("random:smollm2-135m"), again = ModelSource::Open("random:smollm2-135m");
   ASSERT_TRUE(source.ok() && again.ok()) << source.status();
