@@ -54,7 +54,7 @@ StepPlan Scheduler::Schedule(Lane lane) {
 std::optional<std::set<std::string>> Scheduler::TakeTurns(Lane lane) {
   LaneState& state = lane_of(lane);
   const auto limit = static_cast<std::size_t>(options_.max_adapters);
-  if (state.num_live.size() <= limit) return std::nullopt;
+  if (lane == Lane::kUnit || state.num_live.size() <= limit) return std::nullopt;
   std::set<std::string> jobs;  // with a sequence that could run now
   for (const SequenceId id : state.running) {
     const Sequence& sequence = sequences_.at(id);
