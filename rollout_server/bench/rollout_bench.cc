@@ -20,10 +20,10 @@
 #include "absl/time/clock.h"
 #include "common/base/random.h"
 #include "common/base/units.h"
+#include "common/gpu/stage_clock.h"
 #include "common/model/random_model_source.h"
 #include "common/model/weight_codecs.h"
 #include "rollout_server/bench/bench_memory.h"
-#include "rollout_server/bench/part_times.h"
 #include "rollout_server/bench/read_sweep.h"
 #include "rollout_server/model/decoder_model.h"
 #include "rollout_server/sample/sampler.h"
@@ -51,6 +51,17 @@ struct Case {
   bool is_prompt_shared = false;
 };
 const std::array<Case, 3> kCases = {{{"a", 64, 256, 1024, false}, {"c", 8, 512, 8192, true}, {"d", 256, 256, 512, false}}};
+
+// The model's parts, the draw, and from the end of a draw until the next step's first kernel: the copy of its indices, and what
+// the host is late by.
+enum class BenchPart { kLinear, kAttention, kElementwise, kHead, kSampling, kHostGap };
+constexpr std::array kBenchPartNames = {"linear", "attention", "elementwise", "head", "sampling", "host_gap"};
+constexpr std::size_t kNumBenchParts = kBenchPartNames.size();
+
+// What comes next in `stream` belongs to `part`.
+void Begin(StageClock* clock, BenchPart part, void* stream) {
+  if (clock != nullptr) clock->Enter(kBenchPartNames[static_cast<std::size_t>(part)], stream);
+}
 
 DType KvDType() { return absl::GetFlag(FLAGS_kv_cache_dtype) == "fp8" ? DType::kFp8E3m4 : DType::kBf16; }
 
@@ -122,17 +133,18 @@ struct Bench {
   std::optional<AdapterView> adapter;
   double sweep_bytes_per_second = 0;
 
-  // Captures its steps, or tells `parts` about each.
-  absl::Status MakeModel(PartTimes* parts) {
+  // Captures its steps, or tells `clock` about the parts of each.
+  absl::Status MakeModel(StageClock* clock) {
     model.reset();
     options.on_part = {};
-    if (parts != nullptr) {
-      options.on_part = [parts](StepPart part, void* stream) {
-        parts->Begin(part == StepPart::kLinear      ? BenchPart::kLinear
-                     : part == StepPart::kAttention ? BenchPart::kAttention
-                     : part == StepPart::kHead      ? BenchPart::kHead
-                                                    : BenchPart::kElementwise,
-                     stream);
+    if (clock != nullptr) {
+      options.on_part = [clock](StepPart part, void* stream) {
+        Begin(clock,
+              part == StepPart::kLinear      ? BenchPart::kLinear
+              : part == StepPart::kAttention ? BenchPart::kAttention
+              : part == StepPart::kHead      ? BenchPart::kHead
+                                             : BenchPart::kElementwise,
+              stream);
       };
     }
     TANDEM_ASSIGN_OR_RETURN(model, DecoderModel::Create(config, layout, weights.data(), cache, options));
@@ -142,15 +154,15 @@ struct Bench {
 };
 
 absl::StatusOr<PendingDraw> StartStep(const Bench& bench, const StepBatch& batch, std::uint32_t position,
-                                      const SamplingParams& params, PartTimes* parts) {
+                                      const SamplingParams& params, StageClock* clock) {
   TANDEM_ASSIGN_OR_RETURN(const Logits logits, bench.model->Run(batch));
   std::vector<DrawInput> inputs;
   for (std::size_t row = 0; row < batch.logit_rows.size(); ++row) {
     inputs.push_back({.params = &params, .seed = row, .position = position});
   }
-  if (parts != nullptr) parts->Begin(BenchPart::kSampling, logits.stream);
+  Begin(clock, BenchPart::kSampling, logits.stream);
   absl::StatusOr<PendingDraw> draw = bench.sampler->Start(logits, inputs);
-  if (parts != nullptr) parts->Begin(BenchPart::kHostGap, logits.stream);
+  Begin(clock, BenchPart::kHostGap, logits.stream);
   return draw;
 }
 
@@ -163,14 +175,14 @@ constexpr int kWarmUpSteps = 4;  // as it is, capture, replay
 
 // Seconds of one step that draws the token at `context`, the median.
 absl::StatusOr<double> TimeSteps(const Bench& bench, const Sequences& sequences, int context, const SamplingParams& params,
-                                 PartTimes* parts) {
+                                 StageClock* clock) {
   std::vector<double> seconds;
   std::optional<PendingDraw> under_way;
   absl::Time finished = absl::Now();
   for (int i = 0; i < kWarmUpSteps + absl::GetFlag(FLAGS_steps); ++i) {
-    if (i == kWarmUpSteps && parts != nullptr) parts->Restart();
+    if (i == kWarmUpSteps && clock != nullptr) TANDEM_RETURN_IF_ERROR(clock->Take().status());
     const StepBatch batch = sequences.Decode(context, bench.vocab_size(), bench.adapter, under_way);
-    TANDEM_ASSIGN_OR_RETURN(const PendingDraw next, StartStep(bench, batch, static_cast<std::uint32_t>(i), params, parts));
+    TANDEM_ASSIGN_OR_RETURN(const PendingDraw next, StartStep(bench, batch, static_cast<std::uint32_t>(i), params, clock));
     if (under_way.has_value()) TANDEM_RETURN_IF_ERROR(FinishStep(bench, *under_way));
     under_way = next;
     if (absl::GetFlag(FLAGS_in_turn)) {
@@ -198,14 +210,18 @@ absl::StatusOr<double> TimePrefill(const Bench& bench, const Case& c, const Sequ
   return absl::ToDoubleSeconds(absl::Now() - begin);
 }
 
-// Milliseconds a step at the middle context, by part; warm-up steps, which Restart forgets, are none of them.
+// Milliseconds a step at the middle context, by part; warm-up steps are none of them.
 absl::StatusOr<std::array<double, kNumBenchParts>> TimeParts(Bench* bench, const Case& c, const Sequences& sequences,
                                                              const SamplingParams& params) {
-  PartTimes parts;
-  TANDEM_RETURN_IF_ERROR(bench->MakeModel(&parts));
-  TANDEM_RETURN_IF_ERROR(TimeSteps(*bench, sequences, c.prompt + c.tokens / 2, params, &parts).status());
-  TANDEM_ASSIGN_OR_RETURN(auto milliseconds, parts.Milliseconds());
-  for (double& part : milliseconds) part /= absl::GetFlag(FLAGS_steps);
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<StageClock> clock, StageClock::Create(Device::kCuda));
+  TANDEM_RETURN_IF_ERROR(bench->MakeModel(clock.get()));
+  TANDEM_RETURN_IF_ERROR(TimeSteps(*bench, sequences, c.prompt + c.tokens / 2, params, clock.get()).status());
+  TANDEM_ASSIGN_OR_RETURN(const auto seconds, clock->Take());
+  std::array<double, kNumBenchParts> milliseconds = {};
+  for (std::size_t part = 0; part < kNumBenchParts; ++part) {
+    const auto spent = seconds.find(kBenchPartNames[part]);
+    if (spent != seconds.end()) milliseconds[part] = 1e3 * spent->second / absl::GetFlag(FLAGS_steps);
+  }
   TANDEM_RETURN_IF_ERROR(bench->MakeModel(nullptr));
   return milliseconds;
 }
