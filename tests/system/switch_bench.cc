@@ -256,7 +256,7 @@ absl::Status MeasurePublishes(const DaemonPair& pair, PoolMember* pool, nlohmann
 }
 
 absl::Status Measure(const std::vector<std::string>& flags, const std::string& directory, nlohmann::json* result) {
-  DaemonPair pair({.directory = directory, .model = "", .flags = flags});
+  DaemonPair pair({.directory = directory, .model = "", .flags = flags, .preloaded = {}});
   pair.Start(Half::kRollout);
   if (!pair.WaitReady(Half::kRollout, absl::Minutes(5))) return absl::UnavailableError(pair.log(Half::kRollout));
   PoolMemberOptions options;
