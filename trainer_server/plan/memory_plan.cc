@@ -98,15 +98,14 @@ class Arithmetic {
   PolicyMemory Policy(std::uint64_t rows) const {
     const std::int64_t head_rows = Signed(std::max<std::uint64_t>(Remaining(rows, job_.shortest_prompt_tokens), 1));
     const std::uint64_t segments = std::min(rows, job_.prompts_per_step * (1 + job_.group_size));
-    PolicyMemory policy = node_.device == Device::kCpu ? PlanCpuPolicyMemory(model_, job_.rank,
-                                                                             {.rows = Signed(rows),
-                                                                              .head_rows = head_rows,
-                                                                              .num_segments = Signed(segments),
-                                                                              .logit_chunk = Signed(job_.logit_chunk)})
-                                                       : PlanPolicyMemory(model_, node_.weight_format, node_.attention, job_.rank,
-                                                                          Signed(rows), head_rows);
-    if (job_.has_dropout) policy.working_bytes += DropoutBytes(model_, node_.weight_format, Signed(rows));
-    return policy;
+    const PolicyPass pass{.rank = job_.rank,
+                          .rows = Signed(rows),
+                          .head_rows = head_rows,
+                          .num_segments = Signed(segments),
+                          .logit_chunk = Signed(job_.logit_chunk),
+                          .has_dropout = job_.has_dropout};
+    return node_.device == Device::kCpu ? PlanCpuPolicyMemory(model_, pass)
+                                        : PlanPolicyMemory(model_, node_.weight_format, node_.attention, pass);
   }
   // What stays of every layer: on the CPU in the elastic region, on a GPU as far as that has room.
   KeptLayers Kept(const PolicyMemory& policy) const {

@@ -17,11 +17,11 @@
 #include "common/base/random.h"
 #include "common/base/units.h"
 #include "common/gpu/stream.h"
-#include "common/memory/pool_chunks.h"
 #include "common/model/weight_codecs.h"
 #include "common/torch/arena_allocator.h"
 #include "common/torch/buffer.h"
 #include "common/torch/run_torch.h"
+#include "trainer_server/policy/bench_pool.h"
 #include "trainer_server/policy/cudnn_attention.h"
 #include "trainer_server/policy/flash_attention.h"
 
@@ -79,16 +79,11 @@ absl::Status Run() {
   config.head_dim = absl::GetFlag(FLAGS_head_dim);
   const MicroBatch batch = OneGroup();
   const std::int64_t rows = absl::GetFlag(FLAGS_tokens), q = config.q_size(), width = q + 2 * config.kv_size();
-  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMemory> memory, PoolMemory::CreateCuda());
-  const std::uint64_t chunk_bytes = RoundUp(std::uint64_t{64} << 20, memory->granularity_bytes());
-  const auto num_chunks =
-      static_cast<std::uint32_t>(static_cast<std::uint64_t>(absl::GetFlag(FLAGS_memory_gib)) * kGiB / chunk_bytes);
-  TANDEM_RETURN_IF_ERROR(RaiseDescriptorLimit(num_chunks));
-  TANDEM_ASSIGN_OR_RETURN(const std::vector<UniqueFd> chunks, memory->CreateChunks(num_chunks, chunk_bytes));
-  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMapping> mapping, memory->Map(chunks, chunk_bytes));
+  TANDEM_ASSIGN_OR_RETURN(const BenchPool pool,
+                          BenchPool::Create(Device::kCuda, static_cast<std::uint64_t>(absl::GetFlag(FLAGS_memory_gib)) * kGiB));
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Stream> stream, Stream::Create(Device::kCuda));
   return RunTorch("attention", [&]() -> absl::Status {
-    const ArenaScope scope({mapping->base(), mapping->size_bytes()}, "bench", Device::kCuda);
+    const ArenaScope scope(pool.rest(), "bench", Device::kCuda);
     using Elements = Buffer<std::uint16_t, Device::kCuda>;
     const Elements qkv(rows * width), output(rows * q), grad_output(rows * q), grad_qkv(rows * width);
     const Buffer<float, Device::kCuda> lse(rows * config.num_heads);

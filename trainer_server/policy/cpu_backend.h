@@ -52,9 +52,9 @@ class CpuBackend {
   }
 
   std::unique_ptr<Plan> MakePlan(const MicroBatch& batch);
-  // Memory for the layer inputs of a micro-batch of `num_rows`, of which `num_head_rows` are scored with adapters of `rank`.
-  std::unique_ptr<LayerInputs> KeepLayerInputs(std::int64_t num_rows, std::int64_t, std::int64_t, bool) {
-    return std::make_unique<LayerInputs>(config_.num_layers, num_rows * d());
+  // Memory for the layer inputs of a micro-batch.
+  std::unique_ptr<LayerInputs> KeepLayerInputs(const PolicyPass& pass) {
+    return std::make_unique<LayerInputs>(config_.num_layers, pass.rows * d());
   }
   PassMemory last_pass() const { return {}; }  // what KeepLayerInputs chose
   void Copy(T* to, const T* from, std::int64_t count) { std::copy_n(from, count, to); }

@@ -18,6 +18,7 @@
 #include "kernels/row_ops/row_ops.h"
 #include "kernels/swiglu/swiglu.h"
 #include "kernels/token_logprob/token_logprob.h"
+#include "trainer_server/policy/device_arrays.h"
 #include "trainer_server/policy/flash_attention.h"
 
 namespace tandem {
@@ -31,24 +32,6 @@ HeadLogitTransform TransformOf(const LinearHead<T>& head) {
           .logit_scale = static_cast<float>(head.logit_scale),
           .softcap = static_cast<float>(head.softcap)};
 }
-
-// Arrays of indices laid one after the other, so that they travel at once.
-class IndexArrays {
- public:
-  template <typename Range>
-  void Add(const std::int32_t** place, const Range& range) {
-    places_.emplace_back(place, values_.size());
-    for (const auto value : range) values_.push_back(static_cast<std::int32_t>(value));
-  }
-  const std::vector<std::int32_t>& values() const { return values_; }
-  void Place(const std::int32_t* base) const {
-    for (const auto& [place, offset] : places_) *place = base + offset;
-  }
-
- private:
-  std::vector<std::int32_t> values_;
-  std::vector<std::pair<const std::int32_t**, std::size_t>> places_;
-};
 
 // The arrays of PackedRows on the host.
 struct RowRanges {
@@ -95,17 +78,6 @@ struct RowRanges {
 }  // namespace
 
 template <typename T>
-template <typename U>
-typename CudaBackend<T>::template Buffer<U> CudaBackend<T>::Upload(std::span<const U> values) {
-  Buffer<U> buffer(static_cast<std::int64_t>(values.size()));
-  // From pageable memory: `values` is read before this returns.
-  CheckCuda(cudaMemcpyAsync(buffer.data(), values.data(), values.size_bytes(), cudaMemcpyHostToDevice,
-                            static_cast<cudaStream_t>(stream_->handle())),
-            "upload");
-  return buffer;
-}
-
-template <typename T>
 void CudaBackend<T>::Fence() {
   CheckStatus(stream_->Synchronize());
 }
@@ -127,7 +99,7 @@ std::unique_ptr<typename CudaBackend<T>::Plan> CudaBackend<T>::MakePlan(const Mi
   const RowRanges ranges(batch);
   PackedRows& packed = plan->packed_rows;
   packed.num_rows = plan->num_rows;
-  IndexArrays arrays;
+  DeviceArrays<std::int32_t> arrays;
   arrays.Add(&plan->token_ids, batch.token_ids);
   arrays.Add(&plan->positions, batch.positions);
   arrays.Add(&plan->head_rows, batch.head_rows);
@@ -142,8 +114,7 @@ std::unique_ptr<typename CudaBackend<T>::Plan> CudaBackend<T>::MakePlan(const Mi
   arrays.Add(&packed.group, ranges.group);
   arrays.Add(&packed.readers_begin, ranges.readers_begin);
   arrays.Add(&packed.readers, ranges.readers);
-  plan->indices = Upload(std::span<const std::int32_t>(arrays.values()));
-  arrays.Place(plan->indices.data());
+  plan->indices = arrays.Upload(stream_->handle());
 
   if constexpr (kDType == DType::kBf16) plan->fused_attention = MakeFusedAttention(batch);
   if (kv_scales_.has_value()) {
@@ -158,8 +129,8 @@ std::unique_ptr<typename CudaBackend<T>::Plan> CudaBackend<T>::MakePlan(const Mi
   const std::int64_t num_positions = *std::max_element(batch.positions.begin(), batch.positions.end()) + 1;
   rope_.Ensure(num_positions);
   const auto table_size = static_cast<std::size_t>(num_positions * (config_.head_dim / 2));
-  plan->cosines = Upload(std::span<const float>(rope_.cosines(0), table_size));
-  plan->sines = Upload(std::span<const float>(rope_.sines(0), table_size));
+  plan->cosines = Upload(std::span<const float>(rope_.cosines(0), table_size), stream_->handle());
+  plan->sines = Upload(std::span<const float>(rope_.sines(0), table_size), stream_->handle());
   return plan;
 }
 
@@ -169,22 +140,20 @@ void CudaBackend<T>::CopyBytes(void* to, const void* from, std::size_t size) {
 }
 
 template <typename T>
-std::unique_ptr<typename CudaBackend<T>::LayerInputs> CudaBackend<T>::KeepLayerInputs(std::int64_t num_rows,
-                                                                                      std::int64_t num_head_rows,
-                                                                                      std::int64_t rank, bool has_dropout) {
-  PolicyMemory memory = PlanPolicyMemory(config_, format_, attention_, static_cast<int>(rank), num_rows, num_head_rows);
-  if (has_dropout) memory.working_bytes += DropoutBytes(config_, format_, num_rows);
-  const ArenaUse arena =
-      CurrentArenaUse(Device::kCuda);  // of the working memory, the pass's indices and adapter are used already
+std::unique_ptr<typename CudaBackend<T>::LayerInputs> CudaBackend<T>::KeepLayerInputs(PolicyPass pass) {
+  pass.logit_chunk = head_.row_tile;
+  const PolicyMemory memory = PlanPolicyMemory(config_, format_, attention_, pass);
+  // Of the working memory, the pass's indices and adapter are used already.
+  const ArenaUse arena = CurrentArenaUse(Device::kCuda);
   const std::uint64_t room_bytes = arena.used_bytes + arena.largest_free_bytes;
   const std::uint64_t spare_bytes = room_bytes - std::min(room_bytes, memory.working_bytes);
   const KeptLayers kept = ChooseKeptLayers(memory, config_.num_layers, spare_bytes, host_limit_bytes_);
-  TORCH_CHECK_WITH(OutOfMemoryError, kept.host_bytes <= host_limit_bytes_, "layer inputs of ", num_rows,
+  TORCH_CHECK_WITH(OutOfMemoryError, kept.host_bytes <= host_limit_bytes_, "layer inputs of ", pass.rows,
                    " rows: ", kept.host_bytes, " bytes do not stay on the device, and host memory may take ", host_limit_bytes_);
   CheckStatus(layer_input_host_->Reserve(kept.host_bytes, host_limit_bytes_));
   last_pass_ = {kept.num_slots, kept.keeps_attention, kept.host_bytes};
   const typename LayerInputs::Shape shape{.num_layers = config_.num_layers,
-                                          .num_rows = num_rows,
+                                          .num_rows = pass.rows,
                                           .width = d(),
                                           .attention_width = kept.keeps_attention ? config_.q_size() : 0,
                                           .num_heads = config_.num_heads};
@@ -519,10 +488,10 @@ void CudaBackend<T>::HeadBackward(Plan* plan, const T* head_input, const LinearL
   const Buffer<float> products(tile.rows * tile.columns), sum(tile.rows * d());
   const Buffer<T> separate(kIsSeparate ? tile.rows * tile.columns : 0);
   T* const gradient = kIsSeparate ? separate.data() : static_cast<T*>(static_cast<void*>(products.data()));
-  const Buffer<double> logprobs = Upload(std::span<const double>(forward.logprobs)),
-                       lse = Upload(std::span<const double>(forward.lse)),
-                       entropies = Upload(std::span<const double>(forward.entropies)), g = Upload(grad_logprobs),
-                       e = Upload(grad_entropies);
+  const Buffer<double> logprobs = Upload(std::span<const double>(forward.logprobs), stream_->handle()),
+                       lse = Upload(std::span<const double>(forward.lse), stream_->handle()),
+                       entropies = Upload(std::span<const double>(forward.entropies), stream_->handle()),
+                       g = Upload(grad_logprobs, stream_->handle()), e = Upload(grad_entropies, stream_->handle());
   for (std::int64_t first = 0; first < num_rows; first += tile.rows) {
     const std::int64_t rows = std::min(tile.rows, num_rows - first);
     for (std::int64_t column = 0; column < head_.vocab_size; column += tile.columns) {
@@ -560,7 +529,7 @@ template <typename T>
 void CudaBackend<T>::AddHeadGradient(Plan* plan, const Sum* hidden, const T* weight, T* grad_head,
                                      std::span<const double> factors, Sum* grad) {
   const std::vector<float> rounded(factors.begin(), factors.end());
-  const Buffer<float> on_device = Upload(std::span<const float>(rounded));
+  const Buffer<float> on_device = Upload(std::span<const float>(rounded), stream_->handle());
   const Buffer<T> summed(plan->num_hidden_rows * d());
   CheckStatus(SumRows({.dtype = kDType,
                        .input = grad_head,

@@ -64,8 +64,8 @@ class CudaBackend {
   };
 
   // `head`: weight on the device; its row tile is an upper bound, 0: chosen. `format`: of the base. What `device` names
-  // outlives the backend; `copy_stream` carries layer inputs to the host and back. `kv_scales`: of
-  // the layers' AfterQkv, looked at by each MakePlan.
+  // outlives the backend; `copy_stream` carries layer inputs to the host and back. `kv_scales`: of the layers' AfterQkv, looked
+  // at by each MakePlan.
   CudaBackend(const ModelConfig& config, StorageFormat format, const LinearHead<T>& head, const PolicyDevice& device,
               std::unique_ptr<Stream> copy_stream, std::optional<KvScaleTable> kv_scales = std::nullopt)
       : config_(config),
@@ -85,9 +85,8 @@ class CudaBackend {
     if (clock_ != nullptr) clock_->Enter(stage, stream_->handle());
   }
   std::unique_ptr<Plan> MakePlan(const MicroBatch& batch);
-  // As many layers' stay on the device as the arena has room for beside the pass.
-  std::unique_ptr<LayerInputs> KeepLayerInputs(std::int64_t num_rows, std::int64_t num_head_rows, std::int64_t rank,
-                                               bool has_dropout);
+  // What is kept of the last layers, as many as the arena has room for beside the pass, stays on the device.
+  std::unique_ptr<LayerInputs> KeepLayerInputs(PolicyPass pass);
   PassMemory last_pass() const { return last_pass_; }
   void Copy(T* to, const T* from, std::int64_t count) { CopyBytes(to, from, static_cast<std::size_t>(count) * sizeof(T)); }
   void Round(const Sum* from, T* to, std::int64_t count);
@@ -143,8 +142,6 @@ class CudaBackend {
             .column_stride = matrix.column_stride};
   }
   void CopyBytes(void* to, const void* from, std::size_t size);
-  template <typename U>
-  Buffer<U> Upload(std::span<const U> values);
   void Run(const MatrixView& a, const MatrixView& b, const MatrixView& c, double alpha, double beta);
   void NormHeadsBackward(const Plan& plan, const T* weight, const T* unnormed, T* grad, std::int64_t num_heads);
   std::unique_ptr<FusedAttention> MakeFusedAttention(const MicroBatch& batch);

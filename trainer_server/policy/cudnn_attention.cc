@@ -11,12 +11,11 @@
 #include <cmath>
 #include <map>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
-#include "common/gpu/cuda_status.h"
 #include "common/torch/check_status.h"
 #include "kernels/packed_attention/attention_parts.h"
+#include "trainer_server/policy/device_arrays.h"
 
 // Found beside LibTorch, which has loaded it already; null where it is absent.
 void* cudnn_frontend::cudnn_dlhandle = dlopen("libcudnn.so.9", RTLD_NOW | RTLD_LOCAL);
@@ -38,30 +37,6 @@ std::int64_t HeadsAtOnce(std::int64_t num_kv_heads, std::int64_t bytes_of_head, 
   while (heads > 1 && (num_kv_heads % heads != 0 || heads * bytes_of_head > limit_bytes)) --heads;
   return heads;
 }
-
-// Arrays that travel at once.
-template <typename T>
-class Arrays {
- public:
-  void Add(const T** place, const std::vector<T>& array) {
-    places_.emplace_back(place, values_.size());
-    values_.insert(values_.end(), array.begin(), array.end());
-    values_.resize((values_.size() + 3) / 4 * 4);
-  }
-  Buffer<T, Device::kCuda> Upload(void* stream) const {
-    Buffer<T, Device::kCuda> buffer(static_cast<std::int64_t>(values_.size()));
-    // From pageable memory: `values_` is read before this returns.
-    CheckStatus(CudaToStatus(cudaMemcpyAsync(buffer.data(), values_.data(), values_.size() * sizeof(T), cudaMemcpyHostToDevice,
-                                             static_cast<cudaStream_t>(stream)),
-                             "upload of attention's rows"));
-    for (const auto& [place, offset] : places_) *place = buffer.data() + offset;
-    return buffer;
-  }
-
- private:
-  std::vector<T> values_;
-  std::vector<std::pair<const T**, std::size_t>> places_;
-};
 
 enum Uid : std::int64_t {
   kQuery = 1,
@@ -282,8 +257,8 @@ CudnnAttention::CudnnAttention(const ModelConfig& config, const AttentionRows& r
       num_own_(rows.num_own()),
       graphs_(graphs),
       stream_(stream) {
-  Arrays<std::int64_t> offsets;
-  Arrays<std::int32_t> indices;
+  DeviceArrays<std::int64_t> offsets;
+  DeviceArrays<std::int32_t> indices;
   const std::int64_t width = config.q_size() + 2 * config.kv_size();
   // Sequences beyond the call's are empty and begin at its end.
   const auto add_offsets = [&](const std::int64_t** place, const std::vector<std::int64_t>& begins, std::int64_t end,

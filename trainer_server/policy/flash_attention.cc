@@ -8,15 +8,14 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <mutex>
 #include <utility>
 
-#include "common/gpu/cuda_status.h"
 #include "common/torch/check_status.h"
 #include "kernels/packed_attention/attention_parts.h"
+#include "trainer_server/policy/device_arrays.h"
 
 namespace tandem {
 namespace {
@@ -110,24 +109,13 @@ FlashAttention::FlashAttention(const ModelConfig& config, const AttentionRows& r
       longest_query_(std::max<std::int64_t>(rows.longest_query, 2)),
       longest_key_(rows.longest_key),
       stream_(stream) {
-  std::vector<std::int32_t> values;
-  std::vector<std::pair<const std::int32_t**, std::size_t>> places;
-  const auto add = [&](const std::int32_t** place, const std::vector<std::int32_t>& array) {
-    places.emplace_back(place, values.size());
-    values.insert(values.end(), array.begin(), array.end());
-    values.resize((values.size() + 3) / 4 * 4);
-  };
-  add(&own_begins_, rows.own_begins);
-  add(&query_begins_, rows.query_begins);
-  add(&key_begins_, rows.key_begins);
-  add(&query_rows_, rows.query_rows);
-  add(&key_rows_, rows.key_rows);
-  indices_ = DeviceBuffer<std::int32_t>(static_cast<std::int64_t>(values.size()));
-  // From pageable memory: `values` is read before this returns.
-  CheckStatus(CudaToStatus(cudaMemcpyAsync(indices_.data(), values.data(), values.size() * sizeof(std::int32_t),
-                                           cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream)),
-                           "upload of attention's rows"));
-  for (const auto& [place, offset] : places) *place = indices_.data() + offset;
+  DeviceArrays<std::int32_t> indices;
+  indices.Add(&own_begins_, rows.own_begins);
+  indices.Add(&query_begins_, rows.query_begins);
+  indices.Add(&key_begins_, rows.key_begins);
+  indices.Add(&query_rows_, rows.query_rows);
+  indices.Add(&key_rows_, rows.key_rows);
+  indices_ = indices.Upload(stream);
 }
 
 struct FlashAttention::Gathered {

@@ -22,6 +22,11 @@ constexpr std::int64_t kCpuHeadColumns = 2048;
 constexpr std::int64_t kCpuBuffers = 24;
 
 std::uint64_t Unsigned(std::int64_t bytes) { return static_cast<std::uint64_t>(bytes); }
+// A tile of the widest input, with its dropout mask on.
+std::int64_t DroppedBytes(const ModelConfig& config, const PolicyPass& pass, std::int64_t element, std::int64_t tile_rows) {
+  const std::int64_t widest = std::max({config.hidden_size, config.q_size(), config.intermediate_size});
+  return pass.has_dropout ? element * widest * std::min(pass.rows, tile_rows) : 0;
+}
 std::uint64_t InSlot(std::int64_t bytes) { return RoundUp(Unsigned(bytes), static_cast<std::uint64_t>(kArenaAlignmentBytes)); }
 
 }  // namespace
@@ -38,8 +43,9 @@ HeadTile ChooseHeadTile(const ModelConfig& config, std::int64_t element_bytes, s
   return tile;
 }
 
-PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, const AttentionOptions& attention, int rank,
-                              std::int64_t rows, std::int64_t head_rows) {
+PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, const AttentionOptions& attention,
+                              const PolicyPass& pass) {
+  const std::int64_t rows = pass.rows, head_rows = pass.head_rows, rank = pass.rank;
   const std::int64_t element = format == StorageFormat::kFp32 ? kSumBytes : 2;
   const std::int64_t d = config.hidden_size, f = config.intermediate_size, q = config.q_size(), kv = config.kv_size();
   const std::int64_t qkv = q + 2 * kv;
@@ -62,7 +68,7 @@ PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, c
 
   const AttentionScratch scratch = PlanAttentionScratch(config, format, attention, rows);
   const std::int64_t head = residual + element * d * head_rows + 24 * head_rows +
-                            static_cast<std::int64_t>(ChooseHeadTile(config, element, 0, head_rows).scratch_bytes);
+                            static_cast<std::int64_t>(ChooseHeadTile(config, element, pass.logit_chunk, head_rows).scratch_bytes);
   const std::int64_t head_gradient = 2 * residual + element * d * (head_rows + std::min(rows, head_rows));
   const auto peak_of = [&](std::int64_t output) {
     const std::int64_t layer = residual + element * qkv * rows + output + values;
@@ -75,6 +81,7 @@ PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, c
   PolicyMemory memory;
   memory.working_bytes = peak_of(attention_output);
   memory.saved_bytes = memory.working_bytes - peak_of(0);
+  memory.working_bytes += Unsigned(DroppedBytes(config, pass, element, kCudaTileRows));
   memory.layer_input_bytes = InSlot(element * d * rows);
   memory.layer_attention_bytes = InSlot(element * q * rows) + InSlot(kSumBytes * config.num_heads * rows);
   return memory;
@@ -96,8 +103,8 @@ KeptLayers ChooseKeptLayers(const PolicyMemory& memory, std::int64_t num_layers,
   return fits ? with_attention : choose(false);
 }
 
-PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, int rank, const CpuPass& pass) {
-  const std::int64_t rows = pass.rows, head_rows = pass.head_rows;
+PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, const PolicyPass& pass) {
+  const std::int64_t rows = pass.rows, head_rows = pass.head_rows, rank = pass.rank;
   const std::int64_t d = config.hidden_size, f = config.intermediate_size, q = config.q_size(), kv = config.kv_size();
   const std::int64_t qkv = q + 2 * kv;
   const std::int64_t columns = kv * (rows + (kColumnAlignment - 1) * pass.num_segments);  // of keys, and of values
@@ -119,15 +126,9 @@ PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, int rank, const CpuP
   PolicyMemory memory;
   memory.working_bytes =
       Unsigned(kSumBytes * std::max({forward, head, head_gradient, mlp_backward, output_backward, qkv_backward}) +
-               kCpuBuffers * kArenaAlignmentBytes);
+               kCpuBuffers * kArenaAlignmentBytes + DroppedBytes(config, pass, kSumBytes, kCpuTileRows));
   memory.layer_input_bytes = Unsigned(kSumBytes * d * rows);
   return memory;
-}
-
-std::uint64_t DropoutBytes(const ModelConfig& config, StorageFormat format, std::int64_t rows) {
-  const std::int64_t element = format == StorageFormat::kFp32 ? kSumBytes : 2;
-  const std::int64_t widest = std::max({config.hidden_size, config.q_size(), config.intermediate_size});
-  return Unsigned(element * widest * std::min(rows, std::max(kCpuTileRows, kCudaTileRows)));
 }
 
 }  // namespace tandem

@@ -35,10 +35,20 @@ struct PolicyMemory {
   std::uint64_t layer_attention_bytes = 0;  // of one layer on the GPU, where attention's output is kept too: if there is room
   std::uint64_t saved_bytes = 0;            // of working_bytes, where it is
 };
-// A micro-batch of `rows` rows of which `head_rows` are scored, adapters of `rank` on all linear layers. Nothing here grows with
-// the group: micro-batches are counted one at a time.
-PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, const AttentionOptions& attention, int rank,
-                              std::int64_t rows, std::int64_t head_rows);
+// One micro-batch. Nothing here grows with the group: micro-batches are counted one at a time.
+struct PolicyPass {
+  int rank = 0;  // of adapters on all linear layers
+  std::int64_t rows = 0;
+  std::int64_t head_rows = 0;     // that are scored
+  std::int64_t num_segments = 0;  // prompts and completions; counts on the CPU, whose attention packs their keys and values in
+                                  // columns, each from a multiple of 16 on
+  std::int64_t logit_chunk = 0;   // rows of one head tile; 0: chosen
+  bool has_dropout = false;
+};
+PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, const AttentionOptions& attention,
+                              const PolicyPass& pass);
+// The same of the CPU's backend, in fp32, whose layer inputs stay in the arena.
+PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, const PolicyPass& pass);
 
 // What stays of every layer between the passes on a GPU, and where.
 struct KeptLayers {
@@ -51,17 +61,5 @@ struct KeptLayers {
 // alone, and then host_bytes may be beyond the limit.
 KeptLayers ChooseKeptLayers(const PolicyMemory& memory, std::int64_t num_layers, std::uint64_t spare_bytes,
                             std::uint64_t host_limit_bytes);
-
-// PlanPolicyMemory of the CPU's backend, in fp32, whose layer inputs stay in the arena.
-struct CpuPass {
-  std::int64_t rows = 0;
-  std::int64_t head_rows = 0;
-  std::int64_t num_segments = 0;  // prompts and completions: their keys and values are packed in columns, each from a multiple of
-                                  // 16 on
-  std::int64_t logit_chunk = 0;   // rows of one head tile; 0: chosen
-};
-PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, int rank, const CpuPass& pass);
-// What dropout takes beside that, on either device: a tile of the widest input.
-std::uint64_t DropoutBytes(const ModelConfig& config, StorageFormat format, std::int64_t rows);
 
 }  // namespace tandem

@@ -24,7 +24,6 @@
 #include "common/gpu/device.h"
 #include "common/gpu/stage_clock.h"
 #include "common/gpu/stream.h"
-#include "common/memory/pool_chunks.h"
 #include "common/model/model_source.h"
 #include "common/model/random_model_source.h"
 #include "common/model/weight_codecs.h"
@@ -36,6 +35,7 @@
 #include "kernels/gemm/gemm.h"
 #include "trainer_server/batch/pack_micro_batches.h"
 #include "trainer_server/optim/adamw.h"
+#include "trainer_server/policy/bench_pool.h"
 #include "trainer_server/policy/policy_model.h"
 
 ABSL_FLAG(std::string, device, "cpu", "cpu or cuda");
@@ -98,40 +98,6 @@ absl::StatusOr<std::vector<MicroBatch>> Pack(const std::vector<Group>& groups) {
   return batches;
 }
 
-// All of the bench's memory on one device, as the pool takes it.
-class BenchMemory {
- public:
-  static absl::StatusOr<BenchMemory> Create(Device device, std::uint64_t size_bytes) {
-    std::unique_ptr<PoolMemory> memory = PoolMemory::CreateMemfd();
-    if (device == Device::kCuda) { TANDEM_ASSIGN_OR_RETURN(memory, PoolMemory::CreateCuda()); }
-    const std::uint64_t chunk_bytes = RoundUp(std::uint64_t{64} << 20, memory->granularity_bytes());
-    const auto num_chunks = static_cast<std::uint32_t>((size_bytes + chunk_bytes - 1) / chunk_bytes);
-    TANDEM_RETURN_IF_ERROR(RaiseDescriptorLimit(num_chunks));
-    BenchMemory bench;
-    TANDEM_ASSIGN_OR_RETURN(const std::vector<UniqueFd> chunks, memory->CreateChunks(num_chunks, chunk_bytes));
-    TANDEM_ASSIGN_OR_RETURN(bench.mapping_, memory->Map(chunks, chunk_bytes));
-    bench.free_ = {bench.mapping_->base(), bench.mapping_->size_bytes()};
-    bench.memory_ = std::move(memory);
-    return bench;
-  }
-  absl::StatusOr<std::span<std::byte>> Take(std::uint64_t size_bytes) {
-    const std::uint64_t rounded = RoundUp(size_bytes, 4096);
-    if (rounded > free_.size()) {
-      return absl::ResourceExhaustedError(absl::StrCat("--memory_gib: ", size_bytes, " bytes wanted, ", free_.size(), " left"));
-    }
-    const std::span<std::byte> piece = free_.first(size_bytes);
-    free_ = free_.subspan(rounded);
-    return piece;
-  }
-  std::span<std::byte> rest() const { return free_; }
-  std::uint64_t size_bytes() const { return mapping_->size_bytes(); }
-
- private:
-  std::unique_ptr<PoolMemory> memory_;
-  std::unique_ptr<PoolMapping> mapping_;
-  std::span<std::byte> free_;
-};
-
 struct BenchedModel {
   ModelConfig config;
   WeightLayout layout;
@@ -154,7 +120,7 @@ absl::Status FillRandom(Device device, std::span<std::byte> weights) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<BenchedModel> OpenModel(Device device, BenchMemory* memory) {
+absl::StatusOr<BenchedModel> OpenModel(Device device, BenchPool* memory) {
   StorageFormat format = device == Device::kCuda ? StorageFormat::kBf16 : StorageFormat::kFp32;
   if (const std::string name = absl::GetFlag(FLAGS_weights); name != "auto") {
     const std::optional<StorageFormat> named = ParseStorageFormat(name);
@@ -280,7 +246,7 @@ void Print(const BenchedModel& bench, Device device, const Figures& figures) {
 absl::Status RunBench() {
   const Device device = absl::GetFlag(FLAGS_device) == "cuda" ? Device::kCuda : Device::kCpu;
   const auto memory_bytes = static_cast<std::uint64_t>(absl::GetFlag(FLAGS_memory_gib) * (1 << 30));
-  TANDEM_ASSIGN_OR_RETURN(BenchMemory memory, BenchMemory::Create(device, memory_bytes));
+  TANDEM_ASSIGN_OR_RETURN(BenchPool memory, BenchPool::Create(device, memory_bytes));
   TANDEM_ASSIGN_OR_RETURN(const BenchedModel bench, OpenModel(device, &memory));
   PolicyOptions options;
   options.rank = absl::GetFlag(FLAGS_rank);

@@ -110,8 +110,8 @@ TEST(MemoryPlan, C38HeadScratchIsBoundedAtAnyContext) {
   }
   // Twice the tokens: twice the rows' memory, the tiles' once. Logits would be 501 KiB a row.
   model.vocab_size = 128256;
-  const PolicyMemory once = PlanPolicyMemory(model, StorageFormat::kBf16, {}, 16, 20480, 20480);
-  const PolicyMemory twice = PlanPolicyMemory(model, StorageFormat::kBf16, {}, 16, 40960, 40960);
+  const PolicyMemory once = PlanPolicyMemory(model, StorageFormat::kBf16, {}, {.rank = 16, .rows = 20480, .head_rows = 20480});
+  const PolicyMemory twice = PlanPolicyMemory(model, StorageFormat::kBf16, {}, {.rank = 16, .rows = 40960, .head_rows = 40960});
   EXPECT_LE(twice.working_bytes, 2 * once.working_bytes);
   EXPECT_LT((twice.working_bytes - once.working_bytes) / 20480, 100 * kKiB);
 }
@@ -216,7 +216,7 @@ TEST(MemoryPlan, LayerInputsThatFindNoRoomGoToTheHostAsFarAsItHasMemory) {
   const ModelConfig model = Llama8b();
   NodeMemory node = GpuNode(model);
   const JobMemory job = Job(model, 20480, 8);
-  const PolicyMemory policy = PlanPolicyMemory(model, node.weight_format, {}, 16, 20480, 20380);
+  const PolicyMemory policy = PlanPolicyMemory(model, node.weight_format, {}, {.rank = 16, .rows = 20480, .head_rows = 20380});
   EXPECT_EQ(PlanMemory(model, job, node).figures.layers_in_pool(), 32u);
   node.elastic_bytes = policy.working_bytes + 10 * policy.layer_input_bytes + kMiB;
   // With attention's outputs, two and a bit of an input's size each, fewer stay; the host has room for the others.

@@ -75,17 +75,8 @@ class AutogradGpuTest : public PolicyGpuTest {
 TEST_F(AutogradGpuTest, ATinyModel) { Compare("tiny", testing::TinyConfig(), 1, 4, 40, 90); }
 
 TEST_F(AutogradGpuTest, TheShapeOfSmolLm2) {
-  ModelConfig config = testing::TinyConfig();
-  config.num_layers = 30;
-  config.hidden_size = 576;
-  config.intermediate_size = 1536;
-  config.num_heads = 9;
-  config.num_kv_heads = 3;
-  config.head_dim = 64;
-  config.vocab_size = 49152;
-  config.rope_theta = 100000;
   // Random weights of so many layers multiply rounding errors as trained ones do not.
-  Compare("SmolLM2's shape", config, 1.f / 3, 8, 60, 140, 0.997);
+  Compare("SmolLM2's shape", testing::SmolLm2Config(30), 1.f / 3, 8, 60, 140, 0.997);
 }
 
 TEST_F(AutogradGpuTest, OneLayerOfLlama8B) {

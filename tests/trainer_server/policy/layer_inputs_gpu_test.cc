@@ -103,7 +103,7 @@ TEST_F(LayerInputsGpuTest, C33GradientsAreTheSameWhereverInputsAreKept) {
   ASSERT_GT(rows, 2 * kCudaTileRows);
   const Result cpu = CpuPolicy(base, AllLayers(), adapter).Run(batches, false);
   for (const StorageFormat format : {StorageFormat::kFp32, StorageFormat::kBf16}) {
-    const PolicyMemory memory = PlanPolicyMemory(config, format, {}, 4, rows, head_rows);
+    const PolicyMemory memory = PlanPolicyMemory(config, format, {}, {.rank = 4, .rows = rows, .head_rows = head_rows});
     for (const bool keeps_attention : {false, true}) {
       const std::uint64_t slot_bytes = memory.layer_input_bytes + (keeps_attention ? memory.layer_attention_bytes : 0);
       PolicyDevice limited = device();
@@ -139,7 +139,7 @@ TEST_F(LayerInputsGpuTest, InputsBeyondTheHostsLimitAreRefusedByName) {
   const TinyModel base(config);
   const TinyAdapter adapter(config, 4, testing::AllLinearKinds(), 0.2f, 3);
   const std::vector<MicroBatch> batches = Pack({{RandomIds(1, 100), {RandomIds(2, 200)}}});
-  const PolicyMemory memory = PlanPolicyMemory(config, StorageFormat::kBf16, {}, 4, 300, 200);
+  const PolicyMemory memory = PlanPolicyMemory(config, StorageFormat::kBf16, {}, {.rank = 4, .rows = 300, .head_rows = 200});
   PolicyDevice limited = device();
   limited.host_limit_bytes = memory.layer_input_bytes;
   GpuPolicy policy(base, StorageFormat::kBf16, AllLayers(), adapter, limited);

@@ -106,17 +106,8 @@ TEST_F(PolicyGpuTest, Bf16FollowsTheCpuOnTheSameWeights) {
   }
 }
 
-// SmolLM2's sizes, of fewer layers: several tiles of the vocabulary, heads of 64 in groups of three.
 TEST_F(PolicyGpuTest, FollowsTheCpuInTheShapeOfSmolLm2) {
-  ModelConfig config = testing::TinyConfig();
-  config.num_layers = 4;
-  config.hidden_size = 576;
-  config.intermediate_size = 1536;
-  config.num_heads = 9;
-  config.num_kv_heads = 3;
-  config.head_dim = 64;
-  config.vocab_size = 49152;
-  config.rope_theta = 100000;
+  const ModelConfig config = testing::SmolLm2Config(4);
   const TinyModel base(config);
   ScaleMatrices(base, 1.f / 3);
   RoundWeights(base);

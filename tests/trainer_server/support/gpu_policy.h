@@ -22,6 +22,20 @@
 
 namespace tandem::testing {
 
+// SmolLM2's sizes, of so many layers: several tiles of the vocabulary, heads of 64 in groups of three.
+inline ModelConfig SmolLm2Config(int num_layers) {
+  ModelConfig config = TinyConfig();
+  config.num_layers = num_layers;
+  config.hidden_size = 576;
+  config.intermediate_size = 1536;
+  config.num_heads = 9;
+  config.num_kv_heads = 3;
+  config.head_dim = 64;
+  config.vocab_size = 49152;
+  config.rope_theta = 100000;
+  return config;
+}
+
 // The model with its weights rounded to bf16, as fp32 values.
 inline void RoundWeights(const TinyModel& model) {
   float* values = model.weights->floats();
