@@ -415,11 +415,10 @@ absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundin
   plan.policy.seed = spec.seed();
   EchoRecipe(&plan);
   WarnOfCosts(&plan);
-  if (origin == JobOrigin::kSubmitted) TANDEM_RETURN_IF_ERROR(MeasureMemory(surroundings, &plan));
   return plan;
 }
 
-absl::Status MeasureMemory(const JobSurroundings& surroundings, JobPlan* plan) {
+absl::Status MeasureMemory(const JobSurroundings& surroundings, const NodeMemory& node, JobPlan* plan) {
   const v1::JobSpec& spec = plan->spec;
   if (!plan->prompts.has_value()) {
     TANDEM_RETURN_IF_ERROR(MeasurePrompts(surroundings, spec.data(), *plan->data, &plan->prompts));
@@ -450,7 +449,7 @@ absl::Status MeasureMemory(const JobSurroundings& surroundings, JobPlan* plan) {
   needs.scoring_passes = (plan->loss.beta != 0 || is_kl_in_reward ? 1u : 0u) + (needs_entropies                  ? updates
                                                                                 : updates > 1 || is_kl_in_reward ? 1u
                                                                                                                  : 0u);
-  plan->memory = PlanMemory(surroundings.model, needs, surroundings.node_memory());
+  plan->memory = PlanMemory(surroundings.model, needs, node);
   return absl::OkStatus();
 }
 

@@ -53,7 +53,7 @@ struct JobPlan {
   std::uint64_t steps_per_epoch = 0;
   std::optional<PromptLengths> prompts, evaluation_prompts;
   JobMemory needs;       // with `memory`: of MeasureMemory
-  PlannedMemory memory;  // its faults are no errors of PlanJob: see CheckMemory
+  PlannedMemory memory;  // its faults are no errors: see CheckMemory
 };
 
 inline constexpr std::size_t kMaxJobTextBytes = 256 << 10;
@@ -62,14 +62,15 @@ inline constexpr std::size_t kMaxJobTextBytes = 256 << 10;
 inline constexpr std::size_t kMaxEncodedRows = 4096;
 inline constexpr std::size_t kMaxEncodedLongRows = 256;
 
-// kSubmitted: rows are checked and memory is planned too. kStored: they were, and content does not change under its address.
+// kSubmitted: rows are checked too. kStored: they were, and content does not change under its address.
 enum class JobOrigin { kSubmitted, kStored };
 
 // Errors: INVALID_ARGUMENT listing every fault, one a line; RESOURCE_EXHAUSTED (text longer than kMaxJobTextBytes).
 absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundings& surroundings, JobOrigin origin);
 
-// Fills `needs` and `memory` of a plan from PlanJob, for the node as it is now. Errors: those of reading and encoding a row.
-absl::Status MeasureMemory(const JobSurroundings& surroundings, JobPlan* plan);
+// Fills `needs`, but for its live_sequences, and `memory` of a plan from PlanJob. `node`: as surroundings.node_memory() tells it.
+// Errors: those of reading and encoding a row.
+absl::Status MeasureMemory(const JobSurroundings& surroundings, const NodeMemory& node, JobPlan* plan);
 // Errors: RESOURCE_EXHAUSTED listing every reason why the node does not hold the job, one a line.
 absl::Status CheckMemory(const PlannedMemory& memory);
 

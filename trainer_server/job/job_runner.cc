@@ -175,8 +175,12 @@ absl::StatusOr<std::unique_ptr<TrainingLoop>> JobRunner::Begin(const StoredJob& 
   const JobSurroundings surroundings{environment_.model, environment_.encoder, environment_.content, environment_.node_memory};
   TANDEM_ASSIGN_OR_RETURN(JobPlan plan, PlanJob(job.job_text, surroundings, JobOrigin::kStored));
   // A job is not refused for what is only assumed of the rollout server.
-  if (environment_.node_memory().is_rollout_assumed) TANDEM_RETURN_IF_ERROR(environment_.peer->WaitUntilServing());
-  TANDEM_RETURN_IF_ERROR(MeasureMemory(surroundings, &plan));
+  NodeMemory node = environment_.node_memory();
+  if (node.is_rollout_assumed) {
+    TANDEM_RETURN_IF_ERROR(environment_.peer->WaitUntilServing());
+    node = environment_.node_memory();
+  }
+  TANDEM_RETURN_IF_ERROR(MeasureMemory(surroundings, node, &plan));
   TANDEM_RETURN_IF_ERROR(CheckMemory(plan.memory));
   TANDEM_ASSIGN_OR_RETURN(auto loop, TrainingLoop::Create(environment_, name, job.job_text, std::move(plan), DirectoryOf(name)));
   TANDEM_RETURN_IF_ERROR(store_->SetStep(name, static_cast<std::uint32_t>(loop->step())));

@@ -115,8 +115,10 @@ grpc::Status JobService::HasContent(grpc::ServerContext*, const v1::HasContentRe
 }
 
 grpc::Status JobService::Submit(grpc::ServerContext*, const v1::SubmitRequest* request, v1::SubmitResponse* response) {
-  const auto plan = PlanJob(request->job_text(), options_.surroundings, JobOrigin::kSubmitted);
+  auto plan = PlanJob(request->job_text(), options_.surroundings, JobOrigin::kSubmitted);
   if (!plan.ok()) return ToGrpc(plan.status());
+  const absl::Status measured = MeasureMemory(options_.surroundings, options_.surroundings.node_memory(), &*plan);
+  if (!measured.ok()) return ToGrpc(measured);
   if (const absl::Status fits = CheckMemory(plan->memory); !fits.ok()) return ToGrpc(fits);
   const auto job = store_->Add(plan->spec, request->job_text());
   if (!job.ok()) return ToGrpc(job.status());
@@ -129,10 +131,9 @@ grpc::Status JobService::Submit(grpc::ServerContext*, const v1::SubmitRequest* r
 grpc::Status JobService::Plan(grpc::ServerContext*, const v1::PlanRequest* request, v1::PlanResponse* response) {
   auto plan = PlanJob(request->job_text(), options_.surroundings, JobOrigin::kSubmitted);
   if (!plan.ok()) return ToGrpc(plan.status());
-  if (request->live_sequences() > 0) {
-    plan->needs.live_sequences = request->live_sequences();
-    plan->memory = PlanMemory(options_.surroundings.model, plan->needs, options_.surroundings.node_memory());
-  }
+  plan->needs.live_sequences = request->live_sequences();
+  const absl::Status measured = MeasureMemory(options_.surroundings, options_.surroundings.node_memory(), &*plan);
+  if (!measured.ok()) return ToGrpc(measured);
   *response->mutable_memory() = plan->memory.figures;
   response->mutable_faults()->Assign(plan->memory.faults.begin(), plan->memory.faults.end());
   if (!google::protobuf::TextFormat::PrintToString(plan->spec, response->mutable_job_text())) {

@@ -48,7 +48,11 @@ class JobPlanTest : public ::testing::Test {
     EXPECT_TRUE(google::protobuf::TextFormat::PrintToString(spec, &text));
     return text;
   }
-  absl::StatusOr<JobPlan> Plan(const std::string& text) { return PlanJob(text, surroundings_, JobOrigin::kSubmitted); }
+  absl::StatusOr<JobPlan> Plan(const std::string& text) {
+    TANDEM_ASSIGN_OR_RETURN(JobPlan plan, PlanJob(text, surroundings_, JobOrigin::kSubmitted));
+    TANDEM_RETURN_IF_ERROR(MeasureMemory(surroundings_, node_, &plan));
+    return plan;
+  }
   std::string Faults(const std::string& text) {
     const auto plan = Plan(text);
     EXPECT_TRUE(absl::IsInvalidArgument(plan.status())) << plan.status();
@@ -194,7 +198,7 @@ TEST_F(JobPlanTest, MemoryIsPlannedForTheLongestPromptAndCompletion) {
   auto stored = PlanJob(Job(), surroundings_, JobOrigin::kStored);
   ASSERT_TRUE(stored.ok()) << stored.status();
   node_.elastic_bytes = 64 << 10;
-  ASSERT_TRUE(MeasureMemory(surroundings_, &*stored).ok());
+  ASSERT_TRUE(MeasureMemory(surroundings_, node_, &*stored).ok());
   EXPECT_EQ(stored->needs.longest_prompt_tokens, 40u);
   const absl::Status status = CheckMemory(stored->memory);
   EXPECT_TRUE(absl::IsResourceExhausted(status));
