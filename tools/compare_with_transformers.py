@@ -10,11 +10,12 @@ the proportional set size of both processes. The best of the steps counts on bot
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+
+from measure_restart import free_ports
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -28,13 +29,6 @@ adapter { rank: 8 alpha: 16 }
 optimizer { learning_rate: 5e-4 }
 checkpoint { interval_steps: 1000 }
 """
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    return [s.getsockname()[1] for s in sockets]
 
 
 def run_tandem(args, folder):

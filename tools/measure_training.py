@@ -16,7 +16,11 @@ import tempfile
 import threading
 import time
 
-from measure_restart import Pair
+DEPLOY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "deploy")
+sys.path.append(os.path.join(DEPLOY, "quickstart"))
+
+from measure_restart import Pair  # noqa: E402
+from watch_memory import proportional_bytes  # noqa: E402
 
 JOB = """name: "measured"
 num_steps: {steps}
@@ -37,14 +41,6 @@ optimizer {{ learning_rate: 1e-5 }}
 def card_mib():
     answer = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True)
     return int(answer.stdout.splitlines()[0])
-
-
-def proportional_mib(pids):
-    total = 0
-    for pid in pids:
-        with open(f"/proc/{pid}/smaps_rollup") as rollup:
-            total += sum(int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
-    return total // 1024
 
 
 class Peak(threading.Thread):
@@ -118,7 +114,7 @@ def main():
         with open(os.path.join(directory, "prompts.jsonl"), "w") as out:
             for i in range(args.prompts):  # the random shapes' tokenizer has a token a byte
                 out.write(json.dumps({"prompt": (f"{i} " + "word " * args.prompt)[:args.prompt]}) + "\n")
-        is_gpu = args.device != "cpu" and subprocess.run(["sh", "-c", "command -v nvidia-smi"], capture_output=True).returncode == 0
+        is_gpu = args.device != "cpu" and subprocess.run(["sh", os.path.join(DEPLOY, "has_gpu.sh")]).returncode == 0
         before = card_mib() if is_gpu else 0
 
         pair = start(args, directory, [f"--pool_bytes={args.pool_bytes}"] if args.pool_bytes else [])
@@ -132,7 +128,7 @@ def main():
                  f"--trainer_standing_bytes={memory['asked_trainer_standing_bytes']}"]
 
         pair = start(args, directory, asked)
-        peak = Peak(card_mib if is_gpu else lambda: proportional_mib([process.pid for process in pair.processes.values()]))
+        peak = Peak(card_mib if is_gpu else lambda: sum(proportional_bytes(process.pid) for process in pair.processes.values()) >> 20)
         try:
             memory = json.loads(client(args, pair, "plan", job, "--json"))["memory"]
             begin = time.monotonic()

@@ -20,7 +20,6 @@ while [ $# -gt 0 ]; do
     --work=*) work=${1#*=} ;;
     --reports=*) reports=${1#*=} ;;
     --seed=*) seed=${1#*=} ;;
-    --seed) seed=${2:?--seed needs a number}; shift ;;
     --steps=*) steps=${1#*=} ;;
     --daemon_flags=*) read -ra daemon_flags <<< "${1#*=}" ;;
     --rollout_flags=*) read -ra rollout_flags <<< "${1#*=}" ;;

@@ -62,4 +62,5 @@ def main():
         time.sleep(0.25)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -62,6 +62,7 @@ std::optional<std::set<std::string>> Scheduler::TakeTurns(Lane lane) {
     if (!job.empty() && !sequence.is_complete()) jobs.insert(job);
   }
   for (const SequenceId id : state.waiting) {
+    if (jobs.size() == state.num_live.size()) break;  // all that there are
     const Sequence& sequence = sequences_.at(id);
     const Group& group = groups_.at(sequence.group_id);
     if (!group.spec.job.empty() && !jobs.contains(group.spec.job) && MayStart(sequence, group)) jobs.insert(group.spec.job);

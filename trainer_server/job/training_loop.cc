@@ -176,9 +176,7 @@ absl::Status TrainingLoop::MakeParts() {
       RolloutClient::Options{.tokenizer = environment_.tokenizer,
                              .end_token_ids = environment_.model.end_token_ids,
                              .vocab_size = static_cast<std::size_t>(environment_.model.vocab_size)});
-  phase_ = std::make_unique<ElasticPhase>(
-      peer,
-      ElasticPhase::Options{.member = member, .enter_arena = environment_.enter_arena, .device = environment_.device.device});
+  phase_ = std::make_unique<ElasticPhase>(peer, ElasticPhase::Options{.member = member, .enter_arena = environment_.enter_arena});
   TANDEM_RETURN_IF_ERROR(MakeTrainer(StepPieces::kUsual));
   TANDEM_RETURN_IF_ERROR(policy_->InitializeAdapters(plan_.spec.seed()));
   if (plan_.spec.adapter().start_config_content().empty()) return absl::OkStatus();

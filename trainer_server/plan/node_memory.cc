@@ -29,8 +29,6 @@ std::uint64_t NumberNamed(const std::string& path, const std::string& name) {
   return 0;
 }
 
-}  // namespace
-
 std::uint64_t AvailableHostBytes() {
   const std::uint64_t available = NumberNamed("/proc/meminfo", "MemAvailable:") * kKiB;
   const auto limit = NumberIn("/sys/fs/cgroup/memory.max"), used = NumberIn("/sys/fs/cgroup/memory.current");
@@ -39,6 +37,8 @@ std::uint64_t AvailableHostBytes() {
   const std::uint64_t cached = NumberNamed(stat, "inactive_file") + NumberNamed(stat, "active_file");  // given up when asked for
   return std::min(available, *limit - std::min(*limit, *used - std::min(*used, cached)));
 }
+
+}  // namespace
 
 // The rest is for what is no layer input: data sets, checkpoints on their way, page cache.
 std::uint64_t LayerInputHostLimit() { return AvailableHostBytes() / 8 * 7; }

@@ -34,9 +34,8 @@ class NodeMemoryReader {
   std::optional<v1::RolloutMemory> heard_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Memory that this host, or the group of processes that this one is confined to, has left. 0 where the system does not say.
-std::uint64_t AvailableHostBytes();
-// Of that, what passes may page-lock for the inputs of layers.
+// What passes may page-lock for the inputs of layers, of the memory that this host, or the group of processes that this one is
+// confined to, has left. 0 where the system does not say.
 std::uint64_t LayerInputHostLimit();
 
 }  // namespace tandem

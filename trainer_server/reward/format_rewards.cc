@@ -63,13 +63,13 @@ void CheckTagName(std::string_view field, std::string_view tag, RewardFaults* fa
   if (!is_name) faults->Add(field, absl::StrCat("'", ToAbsl(tag), "', must be a bare name of 1 to 64 letters, digits, _ and -"));
 }
 
+}  // namespace
+
 std::string FoldCase(std::string_view text) {
   std::string folded;
   icu::UnicodeString::fromUTF8(icu::StringPiece(text.data(), static_cast<int>(text.size()))).foldCase().toUTF8String(folded);
   return folded;
 }
-
-}  // namespace
 
 std::string_view TrimSpace(std::string_view text) {
   text = SkipSpace(text);

@@ -4,19 +4,13 @@
 #include <algorithm>
 #include <cctype>
 
+#include "absl/strings/ascii.h"
 #include "trainer_server/reward/reward_functions.h"
 #include "unicode/uchar.h"
 #include "unicode/unistr.h"
 
 namespace tandem {
 namespace {
-
-// ASCII letters only: offsets stay.
-std::string LowerAscii(std::string_view text) {
-  std::string lower(text);
-  for (char& c : lower) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
-  return lower;
-}
 
 // ---- Multiple choice ---------------------------------------------------------------------------------------------------------
 
@@ -40,7 +34,7 @@ bool IsChoiceAt(std::string_view text, std::size_t at, int num_choices) {
 
 // The index of the letter behind the last "answer is" or "answer:" that has one, else of the last letter that stands alone.
 std::optional<int> LastChoice(std::string_view text, int num_choices) {
-  const std::string lower = LowerAscii(text);
+  const std::string lower = absl::AsciiStrToLower(ToAbsl(text));
   constexpr std::string_view kAnswer = "answer";
   for (std::size_t at = lower.rfind(kAnswer); at != std::string::npos;
        at = at == 0 ? std::string::npos : lower.rfind(kAnswer, at - 1)) {
@@ -101,14 +95,14 @@ std::vector<std::string> TrimmedLines(std::string_view text) {
 
 bool IsSubject(std::string_view line) {
   constexpr std::string_view kSubject = "subject:";
-  return LowerAscii(line).starts_with(kSubject) && !TrimSpace(line.substr(kSubject.size())).empty();
+  return absl::AsciiStrToLower(ToAbsl(line)).starts_with(kSubject) && !TrimSpace(line.substr(kSubject.size())).empty();
 }
 
 bool IsGreeting(std::string_view line) {
   constexpr std::string_view kGreetings[] = {
       "dear", "hello", "hi", "good morning", "good afternoon", "good evening", "to whom it may concern"};
   if (!line.ends_with(',') && !line.ends_with(':') && !line.ends_with('!')) return false;
-  const std::string lower = LowerAscii(line);
+  const std::string lower = absl::AsciiStrToLower(ToAbsl(line));
   return std::ranges::any_of(kGreetings, [&](std::string_view greeting) {
     return lower.starts_with(greeting) && std::isalpha(static_cast<unsigned char>(lower[greeting.size()])) == 0;
   });
@@ -118,7 +112,7 @@ bool IsClosing(std::string_view line) {
   constexpr std::string_view kClosings[] = {"regards",         "best regards",    "kind regards",     "warm regards", "sincerely",
                                             "yours sincerely", "sincerely yours", "yours faithfully", "best wishes",  "best",
                                             "thanks",          "many thanks",     "thank you",        "respectfully", "cheers"};
-  std::string lower = LowerAscii(line);
+  std::string lower = absl::AsciiStrToLower(ToAbsl(line));
   if (lower.ends_with(',')) lower.pop_back();
   return std::ranges::find(kClosings, lower) != std::ranges::end(kClosings);
 }

@@ -56,6 +56,9 @@ void CheckAnswerField(const std::string& field, RewardFaults* faults);
 absl::StatusOr<const nlohmann::json*> RowField(const RewardInput& input, const std::string& field, const std::string& function);
 absl::Status RowFieldError(const std::string& field, const std::string& function, std::string_view text);
 
+// Unicode's full case folding.
+std::string FoldCase(std::string_view text);
+
 // Text without the ASCII space around it.
 std::string_view TrimSpace(std::string_view text);
 

@@ -17,8 +17,7 @@ struct Words {
 };
 
 Words SplitWords(std::string_view text) {
-  std::string folded;
-  icu::UnicodeString::fromUTF8(icu::StringPiece(text.data(), static_cast<int>(text.size()))).foldCase().toUTF8String(folded);
+  const std::string folded = FoldCase(text);
   constexpr std::string_view kSpace = " \t\r\n\f\v";
   Words words;
   std::string_view rest = folded;

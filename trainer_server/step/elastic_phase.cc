@@ -26,7 +26,8 @@ absl::Status ElasticPhase::Enter() {
 
 absl::Status ElasticPhase::Leave() {
   if (is_entered()) {
-    TANDEM_RETURN_IF_ERROR(Annotate(SynchronizeDevice(options_.device), "fence before the elastic region is given back"));
+    TANDEM_RETURN_IF_ERROR(
+        Annotate(SynchronizeDevice(options_.member->device()), "fence before the elastic region is given back"));
   }
   if (arena_ != nullptr) peak_bytes_ = arena_->peak_bytes();
   arena_.reset();

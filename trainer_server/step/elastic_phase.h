@@ -24,7 +24,6 @@ class ElasticPhase {
   struct Options {
     PoolMember* member = nullptr;
     std::function<std::unique_ptr<PhaseMemory>(std::span<std::byte> elastic)> enter_arena;  // may be empty
-    Device device = Device::kCpu;                                                           // the region lies on it
     absl::Duration call_deadline = absl::Seconds(60);
   };
   ElasticPhase(RolloutPeer* peer, Options options) : peer_(peer), options_(std::move(options)) {}
