@@ -20,18 +20,24 @@
 namespace tandem {
 namespace {
 
+using Json = nlohmann::ordered_json;  // templates print objects in the order in which they were written
+
 constexpr std::size_t kMaxTemplateBytes = 1 << 20;
 constexpr std::size_t kMaxExpressionTokens = 512;   // in one {{ }} or {% %}: the engine recurses over them
 constexpr std::size_t kMaxTemplateDepth = 64;       // brackets and blocks inside each other
 constexpr std::size_t kMaxScopes = 100'000;         // loop turns and macro calls of one rendering
 constexpr std::size_t kMaxStackBytes = 512 * 1024;  // of one rendering: macros can call themselves
 constexpr std::size_t kMaxRenderedBytes = std::size_t{64} << 20;
+constexpr std::size_t kMaxArgumentBytes = 64 << 10;
 // What strftime_now tells a template: the date that Llama 3's template falls back to. A prompt must not change at midnight.
 constexpr std::time_t kTemplateTime = 1721995200;  // 2024-07-26 12:00 UTC
 
 // Roles that templates may build control tokens from ('<|' + role + '|>'); any other text in a role is content.
 constexpr auto kKnownRoles =
     std::to_array<std::string_view>({"system", "user", "assistant", "tool", "developer", "function", "ipython", "model"});
+
+// Variables that are not a user's to set.
+constexpr auto kOwnVariables = std::to_array<const char*>({"messages", "add_generation_prompt", "bos_token", "eos_token"});
 
 absl::Status CheckTemplate(const jinja::lexer_result& lexed) {
   using Token = jinja::token;
@@ -129,18 +135,83 @@ struct MarkedText {
   std::vector<TextRange> template_ranges;
 };
 
+// What a template is shown.
+struct Chat {
+  Json messages;   // objects with role, content and further fields
+  Json arguments;  // an object
+  bool add_generation_prompt = true;
+};
+
+absl::StatusOr<Json> ParseObject(std::string_view json, const std::string& what) {
+  TANDEM_ASSIGN_OR_RETURN(const nlohmann::json checked, ParseBoundedJson(json, what, "text"));
+  if (!checked.is_object()) return absl::InvalidArgumentError(absl::StrCat(what, ": not an object"));
+  return Json::parse(json);
+}
+
+absl::StatusOr<Chat> ToChat(const std::vector<ChatMessage>& messages, const ChatOptions& options) {
+  Chat chat{.messages = Json::array(), .arguments = Json::object(), .add_generation_prompt = options.add_generation_prompt};
+  for (std::size_t i = 0; i < messages.size(); ++i) {
+    const std::string place = absl::StrCat("messages[", i, "]");
+    if (messages[i].is_open) {
+      return absl::InvalidArgumentError(absl::StrCat(place, ".content: missing: a turn that is yet to be written"));
+    }
+    Json entry = {{"role", messages[i].role}, {"content", messages[i].content}};
+    if (!messages[i].further_fields.empty()) {
+      TANDEM_ASSIGN_OR_RETURN(const Json further, ParseObject(messages[i].further_fields, place));
+      for (const auto& [name, value] : further.items()) entry[name] = value;
+    }
+    chat.messages.push_back(std::move(entry));
+  }
+  if (!options.template_arguments.empty()) {
+    TANDEM_RETURN_IF_ERROR(PromptEncoder::CheckTemplateArguments(options.template_arguments));
+    TANDEM_ASSIGN_OR_RETURN(chat.arguments, ParseObject(options.template_arguments, "template_arguments"));
+  }
+  return chat;
+}
+
+// Calls `visit` with every text of `json`, keys among them.
+template <typename Visit>
+void VisitTexts(const Json& json, const Visit& visit) {
+  if (json.is_string()) visit(json.get_ref<const std::string&>());
+  if (!json.is_structured()) return;
+  for (const auto& [key, value] : json.items()) {
+    if (json.is_object()) visit(key);
+    VisitTexts(value, visit);
+  }
+}
+
+// `json` with every text, keys among them, as `change` has it.
+template <typename Change>
+Json ChangeTexts(const Json& json, const Change& change) {
+  if (json.is_string()) return change(json.get_ref<const std::string&>());
+  if (!json.is_structured()) return json;
+  Json changed = json.is_object() ? Json::object() : Json::array();
+  for (const auto& [key, value] : json.items()) {
+    if (json.is_object()) {
+      changed[change(key)] = ChangeTexts(value, change);
+    } else {
+      changed.push_back(ChangeTexts(value, change));
+    }
+  }
+  return changed;
+}
+
 class TemplatePromptEncoder final : public PromptEncoder {
  public:
   explicit TemplatePromptEncoder(std::shared_ptr<const Tokenizer> tokenizer) : tokenizer_(std::move(tokenizer)) {}
   absl::Status ParseTemplate();
   void FindMarks();
 
-  absl::StatusOr<std::string> Render(const std::vector<ChatMessage>& messages, bool add_generation_prompt) const override {
-    TANDEM_ASSIGN_OR_RETURN(MarkedText rendered, RenderMarked(messages, add_generation_prompt, std::string()));
+  absl::StatusOr<std::string> Render(const std::vector<ChatMessage>& messages, const ChatOptions& options) const override {
+    TANDEM_ASSIGN_OR_RETURN(const Chat chat, ToChat(messages, options));
+    TANDEM_ASSIGN_OR_RETURN(MarkedText rendered, RenderMarked(chat, std::string()));
     return std::move(rendered.text);
   }
   absl::StatusOr<std::vector<TokenId>> EncodeChat(const std::vector<ChatMessage>& messages,
-                                                  bool add_generation_prompt) const override;
+                                                  const ChatOptions& options) const override;
+  absl::StatusOr<std::optional<std::vector<TokenId>>> EncodeBehind(const std::vector<ChatMessage>& messages,
+                                                                   std::size_t answer_index,
+                                                                   const ChatOptions& options) const override;
   std::vector<TokenId> EncodeText(std::string_view text) const override {
     std::vector<TokenId> ids = tokenizer_->spec().prefix_ids;
     const std::vector<TokenId> text_ids = tokenizer_->Encode(text, ControlTokens::kLiteral);
@@ -149,13 +220,15 @@ class TemplatePromptEncoder final : public PromptEncoder {
   }
 
  private:
-  absl::StatusOr<MarkedText> RenderMarked(const std::vector<ChatMessage>& messages, bool add_generation_prompt,
-                                          const std::string& guard) const;
+  absl::StatusOr<MarkedText> RenderMarked(const Chat& chat, const std::string& guard) const;
+  // With control tokens in content cut by a guard, and proof that content makes none.
+  absl::StatusOr<MarkedText> RenderGuarded(const Chat& chat) const;
   std::string Guarded(std::string_view text, const std::string& guard) const;
   std::vector<TokenId> ControlTokensOf(const std::vector<TokenId>& ids) const;
   bool HasMarks(std::string_view text) const {
     return std::any_of(marks_.begin(), marks_.end(), [text](const std::string& mark) { return text.find(mark) != text.npos; });
   }
+  jinja::value ToValue(const Json& json, const std::string& guard) const;
   std::string WithoutMarks(std::string_view text, const std::string& guard) const;
 
   const std::shared_ptr<const Tokenizer> tokenizer_;
@@ -234,32 +307,46 @@ std::string TemplatePromptEncoder::WithoutMarks(std::string_view text, const std
   return replaced;
 }
 
-absl::StatusOr<MarkedText> TemplatePromptEncoder::RenderMarked(const std::vector<ChatMessage>& messages,
-                                                               bool add_generation_prompt, const std::string& guard) const {
-  if (!program_.has_value()) return absl::FailedPreconditionError("the model has no chat template: give the prompt as text");
-  const TokenizerSpec& spec = tokenizer_->spec();
-  const auto to_value = [&](const std::string& text, bool is_input) {
-    auto value = jinja::mk_val<jinja::value_string>(is_input ? Guarded(text, guard) : text);
-    if (is_input) value->mark_input();
+// Texts are content; a known role is not.
+jinja::value TemplatePromptEncoder::ToValue(const Json& json, const std::string& guard) const {
+  if (json.is_null()) return jinja::mk_val<jinja::value_none>();
+  if (json.is_boolean()) return jinja::mk_val<jinja::value_bool>(json.get<bool>());
+  if (json.is_number_integer()) return jinja::mk_val<jinja::value_int>(json.get<std::int64_t>());
+  if (json.is_number()) return jinja::mk_val<jinja::value_float>(json.get<double>());
+  const auto to_text = [&](const std::string& text) {
+    auto value = jinja::mk_val<jinja::value_string>(Guarded(text, guard));
+    value->mark_input();
     return value;
   };
+  if (json.is_string()) return to_text(json.get_ref<const std::string&>());
+  if (json.is_array()) {
+    auto list = jinja::mk_val<jinja::value_array>();
+    for (const Json& item : json) list->push_back(ToValue(item, guard));
+    return list;
+  }
+  auto object = jinja::mk_val<jinja::value_object>();
+  for (const auto& [key, value] : json.items()) {
+    const bool is_known_role = key == "role" && value.is_string() &&
+                               std::find(kKnownRoles.begin(), kKnownRoles.end(), value.get<std::string>()) != kKnownRoles.end();
+    object->insert(to_text(key),
+                   is_known_role ? jinja::mk_val<jinja::value_string>(value.get<std::string>()) : ToValue(value, guard));
+  }
+  return object;
+}
+
+absl::StatusOr<MarkedText> TemplatePromptEncoder::RenderMarked(const Chat& chat, const std::string& guard) const {
+  if (!program_.has_value()) return absl::FailedPreconditionError("the model has no chat template: give the prompt as text");
+  const TokenizerSpec& spec = tokenizer_->spec();
   jinja::value_string output;
   try {
     MutexLock lock(&render_mutex_);
     jinja::context context(spec.chat_template);
     context.current_time = kTemplateTime;
-    auto list = jinja::mk_val<jinja::value_array>();
-    for (const ChatMessage& message : messages) {
-      const bool is_known = std::find(kKnownRoles.begin(), kKnownRoles.end(), message.role) != kKnownRoles.end();
-      auto entry = jinja::mk_val<jinja::value_object>();
-      entry->insert("role", to_value(message.role, !is_known));
-      entry->insert("content", to_value(message.content, true));
-      list->push_back(entry);
-    }
-    context.set_val("messages", list);
-    context.set_val("add_generation_prompt", jinja::mk_val<jinja::value_bool>(add_generation_prompt));
-    context.set_val("bos_token", to_value(spec.bos_text, false));
-    context.set_val("eos_token", to_value(spec.eos_text, false));
+    for (const auto& [name, value] : chat.arguments.items()) context.set_val(name, ToValue(value, guard));
+    context.set_val("messages", ToValue(chat.messages, guard));
+    context.set_val("add_generation_prompt", jinja::mk_val<jinja::value_bool>(chat.add_generation_prompt));
+    context.set_val("bos_token", jinja::mk_val<jinja::value_string>(spec.bos_text));
+    context.set_val("eos_token", jinja::mk_val<jinja::value_string>(spec.eos_text));
     context.set_val(std::make_shared<RenderBudget>(StackAddress()), jinja::mk_val<jinja::value_none>());
     jinja::runtime runtime(context);
     output = jinja::runtime::gather_string_parts(runtime.execute(*program_));
@@ -289,46 +376,72 @@ std::vector<TokenId> TemplatePromptEncoder::ControlTokensOf(const std::vector<To
   return control;
 }
 
-absl::StatusOr<std::vector<TokenId>> TemplatePromptEncoder::EncodeChat(const std::vector<ChatMessage>& messages,
-                                                                       bool add_generation_prompt) const {
-  const bool needs_guard = std::any_of(messages.begin(), messages.end(), [this](const ChatMessage& message) {
-    return HasMarks(message.role) || HasMarks(message.content);
-  });
-  std::string guard;
-  if (needs_guard) {
-    const auto is_free = [&messages](const std::string& candidate) {
-      return std::none_of(messages.begin(), messages.end(), [&candidate](const ChatMessage& message) {
-        return message.content.find(candidate) != std::string::npos || message.role.find(candidate) != std::string::npos;
-      });
-    };
-    for (char32_t noncharacter = 0xfdd0; noncharacter <= 0xfdef && guard.empty(); ++noncharacter) {
-      std::string candidate;
-      AppendUtf8(noncharacter, &candidate);
-      if (is_free(candidate)) guard = std::move(candidate);
-    }
-    if (guard.empty()) return absl::InvalidArgumentError("the messages hold all 32 noncharacters U+FDD0 to U+FDEF");
-  }
-  TANDEM_ASSIGN_OR_RETURN(const MarkedText rendered, RenderMarked(messages, add_generation_prompt, guard));
-  std::vector<TokenId> ids = tokenizer_->EncodeMarked(rendered.text, rendered.template_ranges);
+absl::StatusOr<MarkedText> TemplatePromptEncoder::RenderGuarded(const Chat& chat) const {
+  const auto visit = [&chat](const auto& see) {
+    VisitTexts(chat.messages, see);
+    VisitTexts(chat.arguments, see);
+  };
+  bool needs_guard = false;
+  visit([&](const std::string& text) { needs_guard = needs_guard || HasMarks(text); });
+  if (!needs_guard) return RenderMarked(chat, std::string());
 
-  if (needs_guard) {
-    std::vector<ChatMessage> neutral = messages;
-    for (ChatMessage& message : neutral) {
-      message.role = WithoutMarks(message.role, guard);
-      message.content = WithoutMarks(message.content, guard);
-    }
-    // No guard is given: the ones inside the neutral text must stay.
-    TANDEM_ASSIGN_OR_RETURN(const MarkedText harmless, RenderMarked(neutral, add_generation_prompt, std::string()));
-    if (ControlTokensOf(tokenizer_->EncodeMarked(harmless.text, harmless.template_ranges)) != ControlTokensOf(ids)) {
-      return absl::InvalidArgumentError("the chat template makes control tokens out of the messages' own text");
-    }
+  std::string guard;
+  for (char32_t noncharacter = 0xfdd0; noncharacter <= 0xfdef && guard.empty(); ++noncharacter) {
+    std::string candidate;
+    AppendUtf8(noncharacter, &candidate);
+    bool is_free = true;
+    visit([&](const std::string& text) { is_free = is_free && text.find(candidate) == std::string::npos; });
+    if (is_free) guard = std::move(candidate);
   }
+  if (guard.empty()) return absl::InvalidArgumentError("the messages hold all 32 noncharacters U+FDD0 to U+FDEF");
+  TANDEM_ASSIGN_OR_RETURN(MarkedText rendered, RenderMarked(chat, guard));
+
+  const auto without_marks = [&](const std::string& text) { return WithoutMarks(text, guard); };
+  Chat neutral = chat;
+  neutral.arguments = ChangeTexts(chat.arguments, without_marks);
+  neutral.messages = ChangeTexts(chat.messages, without_marks);
+  // No guard is given: the ones inside the neutral text must stay.
+  TANDEM_ASSIGN_OR_RETURN(const MarkedText harmless, RenderMarked(neutral, std::string()));
+  if (ControlTokensOf(tokenizer_->EncodeMarked(harmless.text, harmless.template_ranges)) !=
+      ControlTokensOf(tokenizer_->EncodeMarked(rendered.text, rendered.template_ranges))) {
+    return absl::InvalidArgumentError("the chat template makes control tokens out of the messages' own text");
+  }
+  return rendered;
+}
+
+absl::StatusOr<std::vector<TokenId>> TemplatePromptEncoder::EncodeChat(const std::vector<ChatMessage>& messages,
+                                                                       const ChatOptions& options) const {
+  TANDEM_ASSIGN_OR_RETURN(const Chat chat, ToChat(messages, options));
+  TANDEM_ASSIGN_OR_RETURN(const MarkedText rendered, RenderGuarded(chat));
+  std::vector<TokenId> ids = tokenizer_->EncodeMarked(rendered.text, rendered.template_ranges);
 
   // One start token: the template's, or else the tokenizer's, or else the one that the model names.
   std::vector<TokenId> prefix = tokenizer_->spec().prefix_ids;
   if (prefix.empty() && start_token_.has_value()) prefix = {*start_token_};
   if (!prefix.empty() && (ids.empty() || ids.front() != prefix.front())) ids.insert(ids.begin(), prefix.begin(), prefix.end());
   return ids;
+}
+
+absl::StatusOr<std::optional<std::vector<TokenId>>> TemplatePromptEncoder::EncodeBehind(const std::vector<ChatMessage>& messages,
+                                                                                        std::size_t answer_index,
+                                                                                        const ChatOptions& options) const {
+  const std::vector<ChatMessage> asked(messages.begin(), messages.begin() + static_cast<std::ptrdiff_t>(answer_index));
+  TANDEM_ASSIGN_OR_RETURN(const Chat chat, ToChat(messages, options));
+  TANDEM_ASSIGN_OR_RETURN(const MarkedText whole, RenderGuarded(chat));
+  TANDEM_ASSIGN_OR_RETURN(const std::string before,
+                          Render(asked, {.add_generation_prompt = true, .template_arguments = options.template_arguments}));
+  const std::string_view text = whole.text;
+  if (!text.starts_with(before)) return std::optional<std::vector<TokenId>>();
+  // Many templates strip an answer's white space; its ids keep it.
+  std::string answer = messages[answer_index].content;
+  if (!text.substr(before.size()).starts_with(answer)) absl::StripAsciiWhitespace(&answer);
+  if (!text.substr(before.size()).starts_with(answer)) return std::optional<std::vector<TokenId>>();
+  const std::size_t begin = before.size() + answer.size();
+  std::vector<TextRange> ranges;
+  for (const TextRange& range : whole.template_ranges) {
+    if (range.end > begin) ranges.push_back({std::max(range.begin, begin) - begin, range.end - begin});
+  }
+  return std::optional(tokenizer_->EncodeMarked(text.substr(begin), ranges));
 }
 
 }  // namespace
@@ -341,24 +454,55 @@ absl::StatusOr<std::shared_ptr<const PromptEncoder>> PromptEncoder::Create(std::
 }
 
 absl::StatusOr<std::vector<ChatMessage>> PromptEncoder::ParseMessages(std::string_view json) {
-  using Json = nlohmann::json;
-  TANDEM_ASSIGN_OR_RETURN(const Json list, ParseBoundedJson(json, "messages", "text"));
+  TANDEM_RETURN_IF_ERROR(ParseBoundedJson(json, "messages", "text").status());
+  const Json list = Json::parse(json);
   if (!list.is_array() || list.empty()) return absl::InvalidArgumentError("messages: not a list of at least one message");
   std::vector<ChatMessage> messages;
   for (std::size_t i = 0; i < list.size(); ++i) {
     const auto fail = [i](const auto&... what) { return absl::InvalidArgumentError(absl::StrCat("messages[", i, "]", what...)); };
     if (!list[i].is_object()) return fail(": not an object");
     ChatMessage message;
+    Json further = Json::object();
     for (const auto& [key, value] : list[i].items()) {
-      if (key != "role" && key != "content") return fail(": '", key, "' is neither role nor content");
-      if (!value.is_string()) return fail(".", key, ": not a text");
-      (key == "role" ? message.role : message.content) = value.get<std::string>();
+      if (key == "content") {
+        if (value.is_string()) message.content = value.get<std::string>();
+        if (value.is_string() || value.is_null()) continue;
+        if (!value.is_array()) return fail(".content: neither text nor an array of texts");
+        for (const Json& part : value) {
+          if (!part.is_object() || part.value("type", Json()) != "text" || !part.contains("text") || !part["text"].is_string()) {
+            return fail(".content: ", part.dump().substr(0, 80), R"( is not {"type": "text", "text": ...})");
+          }
+          message.content += part["text"].get<std::string>();
+        }
+      } else if (key == "role") {
+        if (!value.is_string()) return fail(".role: not a text");
+        message.role = value.get<std::string>();
+      } else if (!value.is_null()) {
+        further[key] = value;
+      }
     }
     if (message.role.empty()) return fail(".role: missing or empty");
-    if (!list[i].contains("content")) return fail(".content: missing");
+    if (!list[i].contains("content") || list[i]["content"].is_null()) {
+      if (message.role != "assistant") return fail(".content: missing");
+      message.is_open = !further.contains("tool_calls");
+    }
+    if (!further.empty()) message.further_fields = further.dump();
     messages.push_back(std::move(message));
   }
   return messages;
+}
+
+absl::Status PromptEncoder::CheckTemplateArguments(std::string_view json) {
+  if (json.size() > kMaxArgumentBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("template_arguments: ", json.size(), " bytes; must be at most ", kMaxArgumentBytes));
+  }
+  TANDEM_ASSIGN_OR_RETURN(const Json arguments, ParseObject(json, "template_arguments"));
+  for (const char* const name : kOwnVariables) {
+    if (!arguments.contains(name)) continue;
+    return absl::InvalidArgumentError(absl::StrCat("template_arguments: sets '", name, "', which is set already"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace tandem

@@ -88,6 +88,7 @@ absl::Status BatchReader::ReadGroup(const v1::GroupHeader& group) {
   request.group_size = group.group_size();
   request.sampling = *std::move(sampling);
   batch_.groups.push_back(std::move(request));
+  template_arguments_ = group.template_arguments();
   return absl::OkStatus();
 }
 
@@ -131,6 +132,9 @@ absl::Status BatchReader::CloseGroup() {
   if (batch_.groups.empty() || batch_.groups.back().prompt != nullptr) return absl::OkStatus();
   GroupRequest& group = batch_.groups.back();
   const std::string context = absl::StrCat("group ", group.group_index);
+  if (!template_arguments_.empty() && kind_ != v1::PromptPiece::kMessagesJson) {
+    return absl::InvalidArgumentError(absl::StrCat(context, ": template_arguments without messages_json"));
+  }
   switch (kind_) {
     case v1::PromptPiece::kTokenIds:
       group.prompt_kind = "ids";
@@ -142,7 +146,8 @@ absl::Status BatchReader::CloseGroup() {
     case v1::PromptPiece::kMessagesJson: {
       absl::StatusOr<std::vector<ChatMessage>> messages = PromptEncoder::ParseMessages(text_);
       if (!messages.ok()) return Annotate(messages.status(), context);
-      absl::StatusOr<std::vector<TokenId>> ids = encoder_->EncodeChat(*messages, /*add_generation_prompt=*/true);
+      absl::StatusOr<std::vector<TokenId>> ids =
+          encoder_->EncodeChat(*messages, {.add_generation_prompt = true, .template_arguments = template_arguments_});
       if (!ids.ok()) return Annotate(ids.status(), context);
       ids_ = *std::move(ids);
       group.prompt_kind = "messages";

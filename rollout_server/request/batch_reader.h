@@ -42,7 +42,7 @@ class BatchReader {
   // The prompt of the last group, while its pieces come.
   v1::PromptPiece::KindCase kind_ = v1::PromptPiece::KIND_NOT_SET;
   std::vector<std::uint32_t> ids_;
-  std::string text_;
+  std::string text_, template_arguments_;
 };
 
 }  // namespace tandem

@@ -10,34 +10,45 @@
 #include "common/model/prompt_encoder.h"
 #include "proto/job.pb.h"
 #include "trainer_server/prompt/data_set.h"
+#include "trainer_server/prompt/row_selection.h"
 
 namespace tandem {
+
+struct EncodedPrompt {
+  std::vector<TokenId> token_ids;  // up to the model's first turn
+  // The whole conversation where the model has more turns than one, those yet to be written open; else empty.
+  std::vector<ChatMessage> messages;
+};
 
 struct Prompt {
   std::size_t row_index = 0;
   nlohmann::json row;  // all fields; rewards name them
   std::vector<TokenId> token_ids;
+  std::vector<ChatMessage> messages;  // see EncodedPrompt
 };
 
-// The ids of a row's prompt. `line` is for messages. Errors: INVALID_ARGUMENT naming the line (no such field, neither string nor
+// The prompt of a row. `line` is for messages. Errors: INVALID_ARGUMENT naming the line (no such field, neither string nor
 // messages, empty, beyond the template).
-absl::StatusOr<std::vector<TokenId>> EncodePrompt(const PromptEncoder& encoder, const v1::DataConfig& config,
-                                                  const nlohmann::json& row, std::size_t line);
+absl::StatusOr<EncodedPrompt> EncodePrompt(const PromptEncoder& encoder, const v1::DataConfig& config, const nlohmann::json& row,
+                                           std::size_t line);
 
 class PromptSource {
  public:
-  PromptSource(std::shared_ptr<const DataSet> data, std::shared_ptr<const PromptEncoder> encoder, v1::DataConfig config,
-               std::uint64_t seed);
+  // Draws of `rows` alone.
+  PromptSource(std::shared_ptr<const DataSet> data, RowIndices rows, std::shared_ptr<const PromptEncoder> encoder,
+               v1::DataConfig config, std::uint64_t seed);
 
-  // The row at `position` of the stream: row RowAt(e * num_rows + i) is the i-th of epoch e's permutation.
+  // The place among the rows at `position` of the stream: RowAt(e * num_rows + i) is the i-th of epoch e's permutation.
   std::size_t RowAt(std::uint64_t position);
   // Positions [cursor, cursor + count).
   absl::StatusOr<std::vector<Prompt>> Draw(std::uint64_t cursor, std::size_t count);
-  absl::StatusOr<Prompt> Read(std::size_t row_index) const;
-  std::size_t num_rows() const { return data_->num_rows(); }
+  // The row at `place` among the rows, [0, num_rows()).
+  absl::StatusOr<Prompt> Read(std::size_t place) const;
+  std::size_t num_rows() const { return rows_ == nullptr ? data_->num_rows() : rows_->size(); }
 
  private:
   std::shared_ptr<const DataSet> data_;
+  RowIndices rows_;
   std::shared_ptr<const PromptEncoder> encoder_;
   const v1::DataConfig config_;
   const std::uint64_t seed_;

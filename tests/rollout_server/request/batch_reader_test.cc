@@ -11,16 +11,21 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Text gives one token 1 a byte; a chat gives one token 2 a message.
+// Text gives one token 1 a byte; a chat gives one token 2 a message, and one more for each byte of template arguments.
 class FakeEncoder final : public PromptEncoder {
  public:
   absl::StatusOr<std::string> Render(const std::vector<ChatMessage>& /*messages*/,
-                                     bool /*add_generation_prompt*/) const override {
+                                     const ChatOptions& /*options*/) const override {
     return absl::UnimplementedError("not needed here");
   }
   absl::StatusOr<std::vector<TokenId>> EncodeChat(const std::vector<ChatMessage>& messages,
-                                                  bool /*add_generation_prompt*/) const override {
-    return std::vector<TokenId>(messages.size(), 2);
+                                                  const ChatOptions& options) const override {
+    return std::vector<TokenId>(messages.size() + options.template_arguments.size(), 2);
+  }
+  absl::StatusOr<std::optional<std::vector<TokenId>>> EncodeBehind(const std::vector<ChatMessage>& /*messages*/,
+                                                                   std::size_t /*answer_index*/,
+                                                                   const ChatOptions& /*options*/) const override {
+    return absl::UnimplementedError("not needed here");
   }
   std::vector<TokenId> EncodeText(std::string_view text) const override { return std::vector<TokenId>(text.size(), 1); }
 };
@@ -158,6 +163,17 @@ TEST(BatchReaderTest, RefusesBadHeadersAndGroups) {
   ExpectRefused({Header(), Group([](v1::GroupHeader* g) { g->set_group_size(1025); })}, kBad, {"group_size", "1025", "1024"});
   ExpectRefused({Header(), Group([](v1::GroupHeader* g) { g->set_group_size(51); })}, absl::StatusCode::kResourceExhausted,
                 {"51", "50"});
+}
+
+TEST(BatchReaderTest, TemplateArgumentsGoWithMessagesAlone) {
+  const auto arguments = Group([](v1::GroupHeader* group) { group->set_template_arguments("{}"); });
+  v1::GenerateRequest messages;
+  messages.mutable_prompt()->set_messages_json(R"([{"role": "user", "content": "x"}])");
+  BatchRequest batch;
+  ASSERT_TRUE(Read({Header(), arguments, messages, RunPiece()}, &batch).ok());
+  EXPECT_EQ(batch.groups[0].prompt->size(), 3u);
+  ExpectRefused({Header(), arguments, Text("a"), RunPiece()}, absl::StatusCode::kInvalidArgument,
+                {"group 0", "template_arguments without messages_json"});
 }
 
 TEST(BatchReaderTest, RefusesPiecesOutOfOrder) {

@@ -23,11 +23,16 @@ constexpr int kVocabSize = 40;
 class TextEncoder final : public PromptEncoder {
  public:
   absl::StatusOr<std::string> Render(const std::vector<ChatMessage>& /*messages*/,
-                                     bool /*add_generation_prompt*/) const override {
+                                     const ChatOptions& /*options*/) const override {
     return absl::UnimplementedError("not needed here");
   }
   absl::StatusOr<std::vector<TokenId>> EncodeChat(const std::vector<ChatMessage>& /*messages*/,
-                                                  bool /*add_generation_prompt*/) const override {
+                                                  const ChatOptions& /*options*/) const override {
+    return absl::UnimplementedError("not needed here");
+  }
+  absl::StatusOr<std::optional<std::vector<TokenId>>> EncodeBehind(const std::vector<ChatMessage>& /*messages*/,
+                                                                   std::size_t /*answer_index*/,
+                                                                   const ChatOptions& /*options*/) const override {
     return absl::UnimplementedError("not needed here");
   }
   std::vector<TokenId> EncodeText(std::string_view text) const override { return std::vector<TokenId>(text.size(), 1); }

@@ -106,14 +106,22 @@ class ByteTokenizer final : public Tokenizer {
 // Chats become "role:content;" pieces; ParseMessages is the real one.
 class ByteEncoder final : public PromptEncoder {
  public:
-  absl::StatusOr<std::string> Render(const std::vector<ChatMessage>& messages, bool) const override {
+  absl::StatusOr<std::string> Render(const std::vector<ChatMessage>& messages, const ChatOptions&) const override {
     std::string text;
     for (const ChatMessage& message : messages) text += message.role + ":" + message.content + ";";
     return text;
   }
-  absl::StatusOr<std::vector<TokenId>> EncodeChat(const std::vector<ChatMessage>& messages, bool generate) const override {
-    TANDEM_ASSIGN_OR_RETURN(const std::string text, Render(messages, generate));
-    return EncodeText(text);
+  absl::StatusOr<std::vector<TokenId>> EncodeChat(const std::vector<ChatMessage>& messages,
+                                                  const ChatOptions& options) const override {
+    TANDEM_ASSIGN_OR_RETURN(const std::string text, Render(messages, options));
+    return EncodeText(options.template_arguments + text);
+  }
+  absl::StatusOr<std::optional<std::vector<TokenId>>> EncodeBehind(const std::vector<ChatMessage>& messages,
+                                                                   std::size_t answer_index,
+                                                                   const ChatOptions& options) const override {
+    const auto behind = messages.begin() + static_cast<std::ptrdiff_t>(answer_index) + 1;
+    TANDEM_ASSIGN_OR_RETURN(const std::string text, Render({behind, messages.end()}, options));
+    return std::optional(EncodeText(";" + text));
   }
   std::vector<TokenId> EncodeText(std::string_view text) const override {
     return ByteTokenizer().Encode(text, ControlTokens::kLiteral);
@@ -129,20 +137,22 @@ class FakePolicy final : public PolicyModel {
       : masters_(Floats(memory.masters)),
         gradients_(Floats(memory.gradients)),
         layout_(std::move(layout)),
-        reference_(masters_.begin(), masters_.end()) {}
+        begin_(masters_.begin(), masters_.end()),
+        reference_(begin_) {}
 
   absl::Status InitializeAdapters(std::uint64_t seed) override {
     for (std::size_t i = 0; i < masters_.size(); ++i) masters_[i] = static_cast<float>(RandomUniform(seed, i) - 0.5);
-    reference_.assign(masters_.begin(), masters_.end());
+    begin_.assign(masters_.begin(), masters_.end());
+    reference_ = begin_;
     return absl::OkStatus();
   }
   absl::Status SetReference(std::span<const std::byte> slot, const AdapterLayout&, float) override {
-    std::memcpy(reference_.data(), slot.data(), slot.size());
+    reference_ = {static_cast<const float*>(static_cast<const void*>(slot.data())), slot.size() / sizeof(float)};
     return absl::OkStatus();
   }
   absl::StatusOr<HeadScores> Score(const MicroBatch& batch, PolicyKind kind) override {
     ++num_scores;
-    return Evaluate(batch, kind == PolicyKind::kPolicy ? std::span<const float>(masters_) : std::span<const float>(reference_));
+    return Evaluate(batch, kind == PolicyKind::kPolicy ? std::span<const float>(masters_) : reference_);
   }
   absl::StatusOr<HeadScores> Forward(const MicroBatch& batch, bool, std::uint64_t dropout_stream) override {
     if (batch.token_ids.size() > max_rows) {
@@ -188,7 +198,8 @@ class FakePolicy final : public PolicyModel {
 
   const std::span<float> masters_, gradients_;
   const AdapterLayout layout_;
-  std::vector<float> reference_;
+  std::vector<float> begin_;  // the reference where none is set
+  std::span<const float> reference_;
   MicroBatch batch_;
 };
 
