@@ -280,7 +280,7 @@ std::vector<BenchCase> Cases(Gemm* gemm, const BenchMemory& weight, const BenchM
     cases.push_back(GemmCase(gemm, "135M down", m, 576, 1536));
   }
   cases.push_back(GemmCase(gemm, "8B qkv", 256, 6144, 4096, DType::kFp32));
-  for (const StorageFormat format : {StorageFormat::kFp8Row, StorageFormat::kNf4}) {
+  for (const StorageFormat format : {StorageFormat::kFp8Row, StorageFormat::kFp8Block, StorageFormat::kNf4}) {
     for (const std::int64_t m : {0, 1, 8, 16, 32, 64}) {
       cases.push_back(QuantizedCase(format, "8B qkv", m, 6144, 4096));
       cases.push_back(QuantizedCase(format, "8B out", m, 4096, 4096));

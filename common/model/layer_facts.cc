@@ -123,6 +123,7 @@ class RowTaker {
                         .rows = static_cast<std::uint64_t>(rows),
                         .columns = static_cast<std::uint64_t>(columns),
                         .begin_bytes = position_,
+                        .is_linear = linear_ != nullptr,
                         .format = format_};
     position_ += target.rows * RowBytes(format_, target.columns);
     if (linear_ != nullptr) PlaceScales(&target);
@@ -133,10 +134,11 @@ class RowTaker {
   // The next part of the linear layer is the target.
   void PlaceScales(WeightTarget* target) {
     const LinearPart& part = linear_->parts[part_index_];
-    const auto row_begin = static_cast<std::uint64_t>(part.row_begin);
     if (linear_->scales.has_value()) {
-      const std::uint64_t row_bytes = format_ == StorageFormat::kNf4 ? target->columns / kNf4BlockValues : sizeof(float);
-      target->scales_begin_bytes = linear_->scales->begin_bytes + row_begin * row_bytes;
+      const TensorPlace& scales = *linear_->scales;
+      const std::uint64_t row_bytes = scales.size_bytes / static_cast<std::uint64_t>(scales.shape[0]);
+      const std::int64_t first_row = format_ == StorageFormat::kFp8Block ? part.scale_row_begin : part.row_begin;
+      target->scales_begin_bytes = scales.begin_bytes + static_cast<std::uint64_t>(first_row) * row_bytes;
     }
     if (linear_->nested_absmax.has_value()) {
       target->nested_absmax_begin_bytes =

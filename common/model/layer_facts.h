@@ -43,9 +43,11 @@ struct WeightTarget {
   std::uint64_t columns = 0;
   std::uint64_t begin_bytes = 0;
   int interleaved_head_dim = 0;                 // above 0: the file's rows are interleaved within heads of so many rows
+  bool is_linear = false;                       // it is a part of a LinearPlace
   StorageFormat format = StorageFormat::kFp32;  // of the values in the region
-  // Where the scales of this tensor go: those of LinearPlace, of its part.
-  std::uint64_t scales_begin_bytes = 0;         // kFp8Row: fp32 [rows]; kNf4: uint8 [rows, columns / 64]
+  // Where the scales of this tensor go: those of LinearPlace, of its part. kFp8Row: fp32 [rows]; kNf4: uint8 [rows, columns /
+  // 64]; kFp8Block: fp32 [ceil(rows / 128), ceil(columns / 128)].
+  std::uint64_t scales_begin_bytes = 0;
   std::uint64_t nested_absmax_begin_bytes = 0;  // kNf4: fp32 [ceil(rows * columns / 64 / 256)]
   std::uint64_t nested_offset_begin_bytes = 0;  // kNf4: one fp32
 };

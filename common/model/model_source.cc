@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <optional>
@@ -182,7 +183,7 @@ absl::StatusOr<ModelDescription> ParseModelDescription(std::string_view bytes) {
   ModelDescription description;
   TANDEM_ASSIGN_OR_RETURN(description.config, ConfigFromJson(*json));
   const int format = static_cast<unsigned char>(bytes.front());
-  if (format > static_cast<int>(StorageFormat::kNf4)) {
+  if (format > static_cast<int>(StorageFormat::kFp8Block)) {
     return absl::InvalidArgumentError(absl::StrCat("model description: unknown storage format ", format));
   }
   description.format = static_cast<StorageFormat>(format);
@@ -198,6 +199,25 @@ absl::StatusOr<std::unique_ptr<ModelSource>> ModelSource::Open(const std::string
     return absl::NotFoundError(absl::StrCat("model ", path, ": ", std::strerror(errno)));
   }
   return S_ISDIR(attributes.st_mode) ? OpenHuggingFaceModel(path) : OpenGgufModel(path);
+}
+
+absl::StatusOr<StorageFormat> ChooseStorageFormat(std::optional<StorageFormat> wanted, Device device, const ModelSource& source) {
+  const bool is_on_gpu = device == Device::kCuda;
+  StorageFormat format = wanted.value_or(is_on_gpu ? StorageFormat::kBf16 : StorageFormat::kFp32);
+  if (is_on_gpu && source.holds_fp8_blocks() && (!wanted.has_value() || format == StorageFormat::kFp8Row)) {
+    format = StorageFormat::kFp8Block;
+  }
+  const auto refuse = [format](const char* why) {
+    return absl::InvalidArgumentError(absl::StrCat("weights in ", StorageFormatName(format), ": ", why));
+  };
+  if (is_on_gpu == (format == StorageFormat::kFp32)) {
+    return refuse(is_on_gpu ? "a GPU computes with bf16, fp8, fp8_block or nf4" : "the CPU computes with fp32");
+  }
+  if (format == StorageFormat::kFp8Block && !source.holds_fp8_blocks()) {
+    return refuse("the model's files do not hold every linear layer in E4M3 with block scales; fp8 makes codes of any");
+  }
+  TANDEM_RETURN_IF_ERROR(CheckStorageFormat(source.description().config, format));
+  return format;
 }
 
 absl::StatusOr<std::unique_ptr<ModelSource>> FileModelSource::Create(ModelDescription description, ModelFileKind kind,
@@ -221,6 +241,13 @@ absl::StatusOr<std::unique_ptr<ModelSource>> FileModelSource::Create(ModelDescri
   return source;
 }
 
+bool FileModelSource::holds_fp8_blocks() const {
+  const WeightLayout layout = WeightLayout::Create(description_.config, description_.format);
+  const std::vector<WeightTarget> targets = WeightTargets(description_.config, layout, kind_);
+  return std::all_of(targets.begin(), targets.end(),
+                     [this](const WeightTarget& target) { return !target.is_linear || HasBlockScales(target.name); });
+}
+
 bool FileModelSource::HasBlockScales(const std::string& name) const {
   const auto found = tensors_.find(name);
   return found != tensors_.end() && found->second.type_name == CodecName(WeightCodec::kF8E4M3);
@@ -236,7 +263,9 @@ absl::Status FileModelSource::CheckTensors() const {
   for (const WeightTarget& target : WeightTargets(description_.config, layout, kind_)) {
     wanted[target.name] = {{target.rows, target.columns}};
     if (!HasBlockScales(target.name)) continue;
-    const auto num_blocks = [](std::uint64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; };
+    const auto num_blocks = [](std::uint64_t size) {
+      return static_cast<std::uint64_t>(NumScaleBlocks(static_cast<std::int64_t>(size)));
+    };
     wanted[target.name + kScalesSuffix] = {{num_blocks(target.rows), num_blocks(target.columns)}, true};
   }
 
@@ -296,7 +325,14 @@ absl::Status LoadTargets(const ModelConfig& config, ModelFileKind kind, const We
     TANDEM_RETURN_IF_ERROR(CopyFromHost(device, region.data() + layout.nested_map->begin_bytes, map.data(), map.size_bytes()));
   }
   std::vector<TensorLoad> loads;
-  for (WeightTarget& target : WeightTargets(config, layout, kind)) loads.push_back(load_of(std::move(target)));
+  for (WeightTarget& target : WeightTargets(config, layout, kind)) {
+    const TensorLoad& load = loads.emplace_back(load_of(std::move(target)));
+    const bool is_in_blocks = load.codec == WeightCodec::kF8E4M3 && load.block_scales.has_value();
+    if (load.target.format != StorageFormat::kFp8Block || is_in_blocks) continue;
+    return absl::InvalidArgumentError(absl::StrCat("loading ", config.name, ": tensor '", load.target.name, "' is in ",
+                                                   CodecName(load.codec), "; ", StorageFormatName(layout.format),
+                                                   " takes E4M3 with block scales as the files have it"));
+  }
   return Annotate(LoadTensors(loads, device, region, progress), absl::StrCat("loading ", config.name));
 }
 

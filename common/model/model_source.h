@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -34,10 +35,19 @@ class ModelSource {
   virtual const ModelDescription& description() const = 0;
   // SHA-256 over the config and the tensor table (names, types, shapes, offsets, file sizes): the model asked for, cheaply.
   virtual const std::string& digest() const = 0;
+  // Every linear layer is stored as E4M3 codes with a scale for each 128 x 128 weights: kFp8Block takes both as they are.
+  virtual bool holds_fp8_blocks() const = 0;
   // Reads every tensor into `region`, which lies on `device`, as `layout` says. Requires: region.size() >= layout.total_bytes.
-  // After an error the region's content is unspecified. `progress` is called with bytes written so far, from one thread.
+  // Errors: INVALID_ARGUMENT (a region or layout of another size or model; a value that the format cannot hold; kFp8Block where
+  // holds_fp8_blocks() is false), those of the files. After an error the region's content is unspecified. `progress` is called
+  // with bytes written so far, from one thread.
   virtual absl::Status LoadWeights(const WeightLayout& layout, Device device, std::span<std::byte> region,
                                    const std::function<void(std::uint64_t)>& progress) const = 0;
 };
+
+// The format in which a pool on `device` holds the model. Left open it is fp32 on the CPU and bf16 on a GPU. A checkpoint in FP8
+// with block scales stays as it is on a GPU where the format is left open or `wanted` is fp8. Errors: INVALID_ARGUMENT naming the
+// format and what cannot be had in it.
+absl::StatusOr<StorageFormat> ChooseStorageFormat(std::optional<StorageFormat> wanted, Device device, const ModelSource& source);
 
 }  // namespace tandem

@@ -147,6 +147,7 @@ class RandomModelSource final : public ModelSource {
 
   const ModelDescription& description() const override { return description_; }
   const std::string& digest() const override { return digest_; }
+  bool holds_fp8_blocks() const override { return false; }
   absl::Status LoadWeights(const WeightLayout& layout, Device device, std::span<std::byte> region,
                            const std::function<void(std::uint64_t)>& progress) const override {
     const auto load_of = [this](WeightTarget target) {

@@ -30,22 +30,6 @@ constexpr std::array<CodecFacts, 13> kCodecs = {{
     {WeightCodec::kF8E4M3, "F8_E4M3", {1, 1}},
 }};
 
-constexpr std::array<float, 16> kNf4 = {-1.0F,
-                                        -0.6961928009986877F,
-                                        -0.5250730514526367F,
-                                        -0.39491748809814453F,
-                                        -0.28444138169288635F,
-                                        -0.18477343022823334F,
-                                        -0.09105003625154495F,
-                                        0.0F,
-                                        0.07958029955625534F,
-                                        0.16093020141124725F,
-                                        0.24611230194568634F,
-                                        0.33791524171829224F,
-                                        0.44070982933044434F,
-                                        0.5626170039176941F,
-                                        0.7229568362236023F,
-                                        1.0F};
 constexpr std::array<float, 16> kE2m1 = {0.0F,  0.5F,  1.0F,  1.5F,  2.0F,  3.0F,  4.0F,  6.0F,
                                          -0.0F, -0.5F, -1.0F, -1.5F, -2.0F, -3.0F, -4.0F, -6.0F};
 
@@ -217,7 +201,7 @@ std::uint8_t FloatToFp8E4m3(float value) {
   const auto sign = static_cast<std::uint8_t>((bits >> 24) & 0x80U);
   const float magnitude = std::fabs(value);
   if (std::isnan(value)) return sign | 0x7fU;
-  if (magnitude >= 448) return sign | 0x7eU;
+  if (magnitude >= kFp8E4m3Max) return sign | 0x7eU;
   if (magnitude < 0x1.0p-6F) {
     // Multiples of 2^-9. In the binade of 2^14 that is the last bit of an fp32, so adding it rounds.
     return static_cast<std::uint8_t>(sign | (std::bit_cast<std::uint32_t>(magnitude + 0x1.0p14F) & 0xfU));
@@ -297,7 +281,7 @@ void DecodeNf4(std::span<const std::uint8_t> packed, std::span<const float> absm
                packed.size(), " bytes and ", absmax.size(), " scales for ", values.size(), " values");
   for (std::size_t i = 0; i < values.size(); ++i) {
     const std::uint8_t byte = packed[i / 2];
-    values[i] = kNf4[i % 2 == 0 ? byte >> 4 : byte & 15] * absmax[i / block_values];
+    values[i] = kNf4Book[i % 2 == 0 ? byte >> 4 : byte & 15] * absmax[i / block_values];
   }
 }
 

@@ -3,6 +3,7 @@
 // Stateless.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -28,8 +29,25 @@ std::optional<WeightCodec> ParseCodec(std::string_view name);
 // Decodes values.size() values. Requires: values.size() is a multiple of the block's num_values; `coded` has exactly their bytes.
 void Decode(WeightCodec codec, std::span<const std::byte> coded, std::span<float> values);
 
-// NF4 (Dettmers et al. 2023, arXiv 2305.14314, appendix E) as bitsandbytes packs it: two values a byte, the high nibble first;
-// absmax[i / block_values] scales value i. Requires: packed has values.size() / 2 bytes, absmax covers every value.
+// NF4's code book (Dettmers et al. 2023, arXiv 2305.14314, appendix E).
+inline constexpr std::array<float, 16> kNf4Book = {-1.0F,
+                                                   -0.6961928009986877F,
+                                                   -0.5250730514526367F,
+                                                   -0.39491748809814453F,
+                                                   -0.28444138169288635F,
+                                                   -0.18477343022823334F,
+                                                   -0.09105003625154495F,
+                                                   0.0F,
+                                                   0.07958029955625534F,
+                                                   0.16093020141124725F,
+                                                   0.24611230194568634F,
+                                                   0.33791524171829224F,
+                                                   0.44070982933044434F,
+                                                   0.5626170039176941F,
+                                                   0.7229568362236023F,
+                                                   1.0F};
+// NF4 as bitsandbytes packs it: two values a byte, the high nibble first; absmax[i / block_values] scales value i. Requires:
+// packed has values.size() / 2 bytes, absmax covers every value.
 void DecodeNf4(std::span<const std::uint8_t> packed, std::span<const float> absmax, std::size_t block_values,
                std::span<float> values);
 // Double quantisation: absmax[i] = map[codes[i]] * nested_absmax[i / nested_block_values] + offset. Requires: map has 256 values.
@@ -47,6 +65,7 @@ constexpr std::uint16_t FloatToBf16(float value) {
   return static_cast<std::uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
 }
 // E4M3 (Micikevicius et al. 2022, arXiv 2209.05433): no infinity, the largest number is 448.
+inline constexpr float kFp8E4m3Max = 448;
 std::uint8_t FloatToFp8E4m3(float value);  // to the nearest, ties to even; saturates at 448; NaN stays NaN
 float Fp8E4m3ToFloat(std::uint8_t code);
 constexpr float Bf16ToFloat(std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }

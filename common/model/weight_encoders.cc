@@ -13,8 +13,6 @@
 namespace tandem {
 namespace {
 
-constexpr float kFp8Max = 448;
-
 // A value goes to code i when it is above i of these: the middles of neighbours in the code book, rounded to fp32.
 constexpr std::array<float, 15> kNf4Bounds = {
     -0.8480964004993439F,  -0.6106329262256622F,   -0.4599952697753906F, -0.33967943489551544F, -0.23460740596055984F,
@@ -94,13 +92,16 @@ absl::Status EncodeRows(StorageFormat format, std::span<const float> values, std
     case StorageFormat::kNf4:
       EncodeNf4(values, {bytes, encoded.size()}, scales);
       break;
+    case StorageFormat::kFp8Block:
+      TANDEM_CHECK(false, "rows are not encoded in ", StorageFormatName(format));
+      break;
   }
   return absl::OkStatus();
 }
 
 float EncodeFp8Row(std::span<const float> row, std::span<std::uint8_t> codes) {
   TANDEM_CHECK(codes.size() == row.size(), codes.size(), " codes for ", row.size(), " values");
-  const float scale = std::max(AbsMax(row) / kFp8Max, FLT_MIN);
+  const float scale = std::max(AbsMax(row) / kFp8E4m3Max, FLT_MIN);
   for (std::size_t i = 0; i < row.size(); ++i) codes[i] = FloatToFp8E4m3(row[i] / scale);
   return scale;
 }

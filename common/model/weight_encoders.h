@@ -1,4 +1,5 @@
-// Weights from fp32 to the formats in which the pool holds them (StorageFormat), and back. Stateless.
+// Weights from fp32 to the formats in which the pool holds them (StorageFormat), and back; not to kFp8Block, whose codes come
+// from checkpoints alone. Stateless.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,7 @@ namespace tandem {
 std::uint64_t ScalesPerRow(StorageFormat format, std::uint64_t columns);
 
 // Whole rows of `columns` values. Requires: encoded has RowBytes a row on a boundary of its elements, scales ScalesPerRow a row.
-// Errors: INVALID_ARGUMENT when a value of a quantised format is not finite.
+// `format` is not kFp8Block. Errors: INVALID_ARGUMENT when a value of a quantised format is not finite.
 absl::Status EncodeRows(StorageFormat format, std::span<const float> values, std::uint64_t columns, std::span<std::byte> encoded,
                         std::span<float> scales);
 

@@ -15,7 +15,7 @@ namespace {
 constexpr std::uint64_t kTensorAlignmentBytes = 64;
 constexpr std::uint64_t kQuantizedAlignmentBytes = 256;
 
-constexpr std::array<const char*, 4> kFormatNames = {"fp32", "bf16", "fp8", "nf4"};
+constexpr std::array<const char*, 5> kFormatNames = {"fp32", "bf16", "fp8", "nf4", "fp8_block"};
 
 // Rows of so many values are whole blocks of codes, and products over them have kernels.
 int ColumnMultiple(StorageFormat format) {
@@ -24,6 +24,7 @@ int ColumnMultiple(StorageFormat format) {
     case StorageFormat::kBf16:
       return 1;
     case StorageFormat::kFp8Row:
+    case StorageFormat::kFp8Block:
       return 16;
     case StorageFormat::kNf4:
       return kNf4BlockValues;
@@ -47,10 +48,12 @@ class Placer {
   LinearPlace PlaceLinear(const std::string& name, std::vector<std::int64_t> part_rows, std::int64_t inputs) {
     LinearPlace place;
     const std::int64_t blocks_per_row = inputs / kNf4BlockValues;
-    std::int64_t rows = 0, num_nested = 0;
+    std::int64_t rows = 0, num_nested = 0, num_scale_rows = 0;
     for (const std::int64_t count : part_rows) {
-      place.parts.push_back({.row_begin = rows, .row_end = rows + count, .nested_begin = num_nested});
+      place.parts.push_back(
+          {.row_begin = rows, .row_end = rows + count, .nested_begin = num_nested, .scale_row_begin = num_scale_rows});
       rows += count;
+      if (format_ == StorageFormat::kFp8Block) num_scale_rows += NumScaleBlocks(count);
       if (format_ == StorageFormat::kNf4) num_nested += (count * blocks_per_row + kNf4NestedBlocks - 1) / kNf4NestedBlocks;
     }
     place.name = name;
@@ -59,6 +62,9 @@ class Placer {
     place.size_bytes = static_cast<std::uint64_t>(rows) * RowBytes(format_, static_cast<std::uint64_t>(inputs));
     end_bytes_ = RoundUp(end_bytes_ + place.size_bytes, alignment_bytes_);
     if (format_ == StorageFormat::kFp8Row) place.scales = PlaceBytes(name + ".scales", {rows}, sizeof(float));
+    if (format_ == StorageFormat::kFp8Block) {
+      place.scales = PlaceBytes(name + ".scales", {num_scale_rows, NumScaleBlocks(inputs)}, sizeof(float));
+    }
     if (format_ == StorageFormat::kNf4) {
       place.scales = PlaceBytes(name + ".scales", {rows, blocks_per_row}, 1);
       place.nested_absmax = PlaceBytes(name + ".nested_absmax", {num_nested}, sizeof(float));
@@ -132,6 +138,7 @@ std::uint64_t RowBytes(StorageFormat format, std::uint64_t columns) {
     case StorageFormat::kBf16:
       return columns * 2;
     case StorageFormat::kFp8Row:
+    case StorageFormat::kFp8Block:
       return columns;
     case StorageFormat::kNf4:
       return columns / 2;

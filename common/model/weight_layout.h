@@ -19,10 +19,13 @@ enum class StorageFormat {
   kBf16,
   kFp8Row,  // E4M3, one fp32 scale a row: weight = code * scale
   kNf4,     // bitsandbytes' NF4 with double quantisation: see LinearPlace
+  // E4M3, one fp32 scale for each 128 x 128 weights (DeepSeek-V3, arXiv 2412.19437, section 3.3.2): codes and scales of the
+  // checkpoint, as it has them.
+  kFp8Block,
 };
-const char* StorageFormatName(StorageFormat format);  // "fp32", "bf16", "fp8", "nf4"
+const char* StorageFormatName(StorageFormat format);  // "fp32", "bf16", "fp8", "nf4", "fp8_block"
 std::optional<StorageFormat> ParseStorageFormat(std::string_view name);
-inline bool IsQuantized(StorageFormat format) { return format == StorageFormat::kFp8Row || format == StorageFormat::kNf4; }
+inline bool IsQuantized(StorageFormat format) { return format != StorageFormat::kFp32 && format != StorageFormat::kBf16; }
 // What is no linear layer is stored in this.
 inline StorageFormat PlainFormat(StorageFormat format) { return IsQuantized(format) ? StorageFormat::kBf16 : format; }
 // Bytes of one row of `columns` values, without its scales.
@@ -32,6 +35,8 @@ absl::Status CheckStorageFormat(const ModelConfig& config, StorageFormat format)
 
 inline constexpr int kNf4BlockValues = 64;    // consecutive values of a row under one absmax
 inline constexpr int kNf4NestedBlocks = 256;  // consecutive absmax of a part under one nested absmax
+inline constexpr int kScaleBlock = 128;       // rows, and columns, under one scale of kFp8Block
+constexpr std::int64_t NumScaleBlocks(std::int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
 
 struct TensorPlace {
   std::string name;  // "layers.3.qkv"
@@ -40,20 +45,25 @@ struct TensorPlace {
   std::uint64_t size_bytes = 0;
 };
 
-// The rows of one tensor of the file within a fused linear layer; NF4 quantises each on its own.
+// The rows of one tensor of the file within a fused linear layer: NF4 quantises each on its own, and blocks of scales begin anew
+// with each.
 struct LinearPart {
   std::int64_t row_begin = 0;
   std::int64_t row_end = 0;
-  std::int64_t nested_begin = 0;  // its first value in nested_absmax
+  std::int64_t nested_begin = 0;     // kNf4: its first value in nested_absmax
+  std::int64_t scale_row_begin = 0;  // kFp8Block: its first row of scales
 };
 
 // Codes (fp8: a byte; NF4: two a byte, the even value in the high nibble; else the values themselves) and what makes them
 // weights. NF4, block b = column / 64 of row r in part p, in fp32:
 //   absmax = nested_map[scales[r, b]] * nested_absmax[part.nested_begin + i / 256] + nested_offset[p],
 //   i = (r - part.row_begin) * inputs / 64 + b;  weight = book[code] * absmax.
+// FP8 in blocks, column c of row r in part p: weight = code * scales[part.scale_row_begin + (r - part.row_begin) / 128, c / 128].
 struct LinearPlace : TensorPlace {
-  std::vector<LinearPart> parts;             // in order of rows: q, k, v; gate, up; or one
-  std::optional<TensorPlace> scales;         // kFp8Row: fp32 [outputs]; kNf4: uint8 [outputs, inputs / 64]
+  std::vector<LinearPart> parts;  // in order of rows: q, k, v; gate, up; or one
+  // kFp8Row: fp32 [outputs]; kNf4: uint8 [outputs, inputs / 64]; kFp8Block: fp32 [sum over parts of ceil(rows / 128),
+  // ceil(inputs / 128)].
+  std::optional<TensorPlace> scales;
   std::optional<TensorPlace> nested_absmax;  // kNf4: fp32, for each part ceil(rows * inputs / 64 / 256)
   std::optional<TensorPlace> nested_offset;  // kNf4: fp32 [parts]
 };

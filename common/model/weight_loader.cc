@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfloat>
+#include <cmath>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -66,9 +68,10 @@ class Loader {
   // True when the file's bytes are the region's.
   static bool IsCopy(const TensorLoad& load) {
     const StorageFormat format = load.target.format;
-    return load.target.interleaved_head_dim == 0 && !load.block_scales.has_value() &&
-           ((load.codec == WeightCodec::kF32 && format == StorageFormat::kFp32) ||
-            (load.codec == WeightCodec::kBf16 && format == StorageFormat::kBf16));
+    if (load.target.interleaved_head_dim != 0) return false;
+    if (format == StorageFormat::kFp8Block) return true;
+    return !load.block_scales.has_value() && ((load.codec == WeightCodec::kF32 && format == StorageFormat::kFp32) ||
+                                              (load.codec == WeightCodec::kBf16 && format == StorageFormat::kBf16));
   }
 
   void AddStripes(const TensorLoad& load) {
@@ -86,6 +89,9 @@ class Loader {
       if (nf4 != nullptr) ++nf4->num_stripes_left;
     }
     if (nf4 != nullptr) max_stripe_bytes_ = std::max(max_stripe_bytes_, target.rows * target.columns / kNf4BlockValues);
+    if (target.format == StorageFormat::kFp8Block) {
+      max_stripe_bytes_ = std::max(max_stripe_bytes_, NumBlockScales(target.rows, target.columns) * sizeof(float));
+    }
   }
 
   absl::Status TakeStripes(const std::function<void()>& after_stripe) {
@@ -120,6 +126,7 @@ class Loader {
                             writer->Begin(target.begin_bytes + stripe.begin_row * row_bytes, num_rows * row_bytes));
     if (IsCopy(load)) {
       TANDEM_RETURN_IF_ERROR(load.file->ReadAt(file_begin_bytes, out));
+      if (target.format == StorageFormat::kFp8Block) TANDEM_RETURN_IF_ERROR(CheckFp8Codes(out));
     } else {
       scratch->coded.resize(num_rows * file_row_bytes);
       TANDEM_RETURN_IF_ERROR(load.file->ReadAt(file_begin_bytes, scratch->coded));
@@ -131,17 +138,39 @@ class Loader {
       return Write(target.scales_begin_bytes + stripe.begin_row * sizeof(float), std::as_bytes(std::span(scratch->scales)),
                    writer);
     }
+    if (target.format == StorageFormat::kFp8Block && stripe.begin_row == 0) return CopyBlockScales(load, scratch, writer);
     if (stripe.nf4 != nullptr && --stripe.nf4->num_stripes_left == 0) return FinishNf4(target, stripe.nf4, writer);
     return absl::OkStatus();
   }
 
-  static std::uint64_t NumScaleBlocks(std::uint64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
+  static std::uint64_t NumBlockScales(std::uint64_t rows, std::uint64_t columns) {
+    return static_cast<std::uint64_t>(NumScaleBlocks(static_cast<std::int64_t>(rows)) *
+                                      NumScaleBlocks(static_cast<std::int64_t>(columns)));
+  }
+
+  static absl::Status CheckFp8Codes(std::span<const std::byte> codes) {
+    constexpr std::byte kNan{0x7f};
+    const auto nan = std::find_if(codes.begin(), codes.end(), [](std::byte code) { return (code & kNan) == kNan; });
+    if (nan == codes.end()) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat("a code is NaN, byte ", nan - codes.begin(), " of ", codes.size()));
+  }
+
+  // All of a tensor's at once: there is one for 16384 weights.
+  absl::Status CopyBlockScales(const TensorLoad& load, Scratch* scratch, StripeWriter* writer) {
+    TANDEM_RETURN_IF_ERROR(ReadBlockScales({.load = &load, .begin_row = 0, .end_row = load.target.rows}, scratch));
+    for (const float scale : scratch->factors) {
+      if (std::fabs(scale) * kFp8E4m3Max <= FLT_MAX) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat("a block's scale is ", scale, "; times ", kFp8E4m3Max, ", the largest code, it must be finite"));
+    }
+    return Write(load.target.scales_begin_bytes, std::as_bytes(std::span(scratch->factors)), writer);
+  }
 
   static absl::Status ReadBlockScales(const Stripe& stripe, Scratch* scratch) {
     if (!stripe.load->block_scales.has_value()) return absl::OkStatus();
     const BlockScales& scales = *stripe.load->block_scales;
-    const std::uint64_t columns = NumScaleBlocks(stripe.load->target.columns), value_bytes = BlockOf(scales.codec).size_bytes;
-    const std::uint64_t begin = stripe.begin_row / kScaleBlock, end = NumScaleBlocks(stripe.end_row);
+    const std::uint64_t columns = NumBlockScales(1, stripe.load->target.columns), value_bytes = BlockOf(scales.codec).size_bytes;
+    const std::uint64_t begin = stripe.begin_row / kScaleBlock, end = NumBlockScales(stripe.end_row, 1);
     std::vector<std::byte> coded((end - begin) * columns * value_bytes);
     TANDEM_RETURN_IF_ERROR(scales.file->ReadAt(scales.file_begin_bytes + begin * columns * value_bytes, coded));
     scratch->factors.resize((end - begin) * columns);
@@ -173,7 +202,7 @@ class Loader {
       Decode(load.codec, std::span(scratch->coded).subspan(row * file_row_bytes, file_row_bytes), scratch->values);
       if (load.block_scales.has_value()) {
         const std::uint64_t first =
-            ((stripe.begin_row + row) / kScaleBlock - stripe.begin_row / kScaleBlock) * NumScaleBlocks(target.columns);
+            ((stripe.begin_row + row) / kScaleBlock - stripe.begin_row / kScaleBlock) * NumBlockScales(1, target.columns);
         for (std::uint64_t i = 0; i < target.columns; ++i) scratch->values[i] *= scratch->factors[first + i / kScaleBlock];
       }
       TANDEM_RETURN_IF_ERROR(EncodeRows(target.format, scratch->values, target.columns, out.subspan(place * row_bytes, row_bytes),

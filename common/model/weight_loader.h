@@ -15,9 +15,8 @@
 
 namespace tandem {
 
-// One factor for each block of 128 x 128 weights, [ceil(rows / 128), ceil(columns / 128)] row-major (DeepSeek-V3, arXiv
-// 2412.19437, section 3.3.2).
-inline constexpr std::uint64_t kScaleBlock = 128;
+// One factor for each block of 128 x 128 weights, [ceil(rows / 128), ceil(columns / 128)] row-major: see
+// StorageFormat::kFp8Block.
 struct BlockScales {
   const ByteSource* file = nullptr;
   WeightCodec codec = WeightCodec::kF32;  // F32, F16 or BF16
@@ -35,7 +34,8 @@ struct TensorLoad {
 // `region` lies on `device`. On the CPU uses the calling thread and one more; for a GPU up to eight, each of which decodes into
 // two pinned buffers of a few MiB: nothing else is held but, in NF4, the absmax of tensors that are being read. `progress` is
 // called from the calling thread with the bytes written so far. Requires: columns are whole blocks of the codec, each target lies
-// in the region on a boundary of its elements. After an error the region's content is unspecified.
+// in the region on a boundary of its elements, one of kFp8Block comes from E4M3 codes under block scales. Errors: those of the
+// files, INVALID_ARGUMENT (a value of a quantised format is not finite). After an error the region's content is unspecified.
 absl::Status LoadTensors(std::span<const TensorLoad> loads, Device device, std::span<std::byte> region,
                          const std::function<void(std::uint64_t)>& progress);
 

@@ -39,7 +39,8 @@ ABSL_FLAG(std::string, device, "auto",
           "auto, cpu or cuda; auto: cuda where a GPU is visible that this build has code for. The same for both daemons");
 ABSL_FLAG(
     std::string, weights, "auto",
-    "format of the base weights: auto (fp32 on the CPU, bf16 on a GPU; a joiner takes what is there), fp32, bf16, fp8 or nf4");
+    "format of the base weights: auto (fp32 on the CPU; on a GPU bf16, or fp8 as a checkpoint with block scales has it; a joiner "
+    "takes what is there), fp32, bf16, fp8, fp8_block or nf4");
 ABSL_FLAG(std::string, pool_transport, "auto",
           "how device memory is shared: auto (exported descriptors: whoever lives keeps it) or cuda_ipc (for drivers that cannot "
           "export; the memory dies with the daemon that made it). The same for both daemons");
@@ -194,7 +195,7 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   if (const std::string weights = absl::GetFlag(FLAGS_weights); weights != "auto") {
     config.pool.weight_format = ParseStorageFormat(weights);
     if (!config.pool.weight_format.has_value())
-      BadFlag(absl::StrCat("--weights=", weights, " is none of auto, fp32, bf16, fp8, nf4"));
+      BadFlag(absl::StrCat("--weights=", weights, " is none of auto, fp32, bf16, fp8, fp8_block, nf4"));
   }
   const std::string transport = absl::GetFlag(FLAGS_pool_transport);
   if (transport != "auto" && transport != "cuda_ipc")

@@ -26,6 +26,8 @@ v1::WeightFormat ToProto(StorageFormat format) {
       return v1::WEIGHT_FORMAT_FP8;
     case StorageFormat::kNf4:
       return v1::WEIGHT_FORMAT_NF4;
+    case StorageFormat::kFp8Block:
+      return v1::WEIGHT_FORMAT_FP8_BLOCK;
   }
   return v1::WEIGHT_FORMAT_UNSPECIFIED;
 }

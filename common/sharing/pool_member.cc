@@ -274,9 +274,12 @@ absl::Status HeldPoolMember::ServeAttach(const v1::AttachRequest& request, v1::P
   if (request.role() == options_.role)
     return absl::AlreadyExistsError(absl::StrCat("attach: the pool's ", RoleName(options_.role), " is process ", ::getpid()));
   if (request.device_uuid() != manifest_.device_uuid()) return differs("device", request.device_uuid(), manifest_.device_uuid());
-  if (request.weight_format() != v1::WEIGHT_FORMAT_UNSPECIFIED && request.weight_format() != manifest_.weights().format())
-    return differs("weight format", v1::WeightFormat_Name(request.weight_format()),
-                   v1::WeightFormat_Name(manifest_.weights().format()));
+  const v1::WeightFormat format = manifest_.weights().format();
+  const bool is_format_right =
+      request.weight_format() == v1::WEIGHT_FORMAT_UNSPECIFIED || request.weight_format() == format ||
+      (request.weight_format() == v1::WEIGHT_FORMAT_FP8 && format == v1::WEIGHT_FORMAT_FP8_BLOCK);  // as the checkpoint has it
+  if (!is_format_right)
+    return differs("weight format", v1::WeightFormat_Name(request.weight_format()), v1::WeightFormat_Name(format));
   if (!request.model_digest().empty() && request.model_digest() != manifest_.weights().model_digest())
     return differs("model digest", request.model_digest(), manifest_.weights().model_digest());
   if (peer_.is_open()) {

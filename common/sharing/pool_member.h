@@ -24,7 +24,7 @@ struct PoolMemberOptions {
   std::string run_dir;           // lock file and Unix sockets; 0700
   std::string model_path;        // or "random:SHAPE"; read only by the pool's maker, may be empty for one that only joins
   Device device = Device::kCpu;  // where the pool lies: both daemons' must be the same
-  std::optional<StorageFormat> weight_format;  // nullopt: what the peer has; for the maker fp32 on the CPU, bf16 on a GPU
+  std::optional<StorageFormat> weight_format;  // nullopt: what the peer has; for the maker see ChooseStorageFormat
   bool use_cuda_ipc = false;                   // the second transport of device memory, which dies with its maker
   std::uint64_t pool_bytes = 0;              // 0: on a GPU all free memory but `reserve_bytes`; else what the regions need and a
                                              // default elastic region

@@ -90,24 +90,12 @@ absl::StatusOr<PoolPlan> PlanPool(const PoolMemberOptions& options, PoolSizes si
   return plan;
 }
 
-absl::StatusOr<StorageFormat> ChooseFormat(const PoolMemberOptions& options, const ModelConfig& config) {
-  const bool is_on_gpu = options.device == Device::kCuda;
-  const StorageFormat format = options.weight_format.value_or(is_on_gpu ? StorageFormat::kBf16 : StorageFormat::kFp32);
-  if (is_on_gpu == (format == StorageFormat::kFp32)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("weights in ", StorageFormatName(format), ": ",
-                     is_on_gpu ? "a GPU computes with bf16, fp8 or nf4" : "the CPU computes with fp32"));
-  }
-  TANDEM_RETURN_IF_ERROR(CheckStorageFormat(config, format));
-  return format;
-}
-
 absl::StatusOr<HeldPool> MakePool(const PoolMemberOptions& options, PoolMemory* memory, FileLock membership) {
   const absl::Time begin = absl::Now();
   const absl::StatusOr<std::unique_ptr<ModelSource>> source = ModelSource::Open(options.model_path);
   if (!source.ok()) return Annotate(source.status(), absl::StrCat("opening model '", options.model_path, "'"));
   ModelDescription description = (*source)->description();
-  TANDEM_ASSIGN_OR_RETURN(description.format, ChooseFormat(options, description.config));
+  TANDEM_ASSIGN_OR_RETURN(description.format, ChooseStorageFormat(options.weight_format, options.device, **source));
   const std::string description_bytes = SerializeModelDescription(description);
   const WeightLayout layout = WeightLayout::Create(description.config, description.format);
   TANDEM_ASSIGN_OR_RETURN(const PoolPlan plan, PlanPool(options,

@@ -11,20 +11,21 @@
 namespace tandem {
 namespace {
 
+constexpr std::int64_t kFp8RunValues = 16;  // read at once
 constexpr std::int64_t kValuesLimit = std::int64_t{8} * std::numeric_limits<std::int32_t>::max();
 
 absl::Status CheckMatrix(const char* kernel, const QuantizedMatrix& matrix) {
-  const std::int64_t multiple = matrix.format == StorageFormat::kNf4 ? kNf4BlockValues : 16;
+  const std::int64_t multiple = matrix.format == StorageFormat::kNf4 ? kNf4BlockValues : kFp8RunValues;
   if (!IsQuantized(matrix.format) || matrix.rows < 0 || matrix.columns < 1 || matrix.columns % multiple != 0 ||
       matrix.rows > kValuesLimit / matrix.columns) {
     return absl::InvalidArgumentError(absl::StrCat(kernel, ": [", matrix.rows, ", ", matrix.columns, "] in ",
                                                    StorageFormatName(matrix.format), "; columns are a multiple of ", multiple,
-                                                   ", values at most ", kValuesLimit, ", formats fp8 and nf4"));
+                                                   ", values at most ", kValuesLimit, ", formats fp8, fp8_block and nf4"));
   }
   if (reinterpret_cast<std::uintptr_t>(matrix.codes) % 16 != 0) {
     return absl::InvalidArgumentError(absl::StrCat(kernel, ": codes are not on a boundary of 16 bytes"));
   }
-  if (matrix.format != StorageFormat::kNf4) return absl::OkStatus();
+  if (matrix.format == StorageFormat::kFp8Row) return absl::OkStatus();
   if (matrix.num_parts < 1 || matrix.num_parts > kMaxLinearParts ||
       matrix.parts[static_cast<std::size_t>(matrix.num_parts - 1)].row_end != matrix.rows) {
     return absl::InvalidArgumentError(
@@ -44,6 +45,22 @@ void DequantizeFp8(const QuantizedMatrix& matrix, std::uint16_t* output) {
   for (std::int64_t row = 0; row < matrix.rows; ++row) {
     for (std::int64_t i = row * matrix.columns; i < (row + 1) * matrix.columns; ++i) {
       output[i] = FloatToBf16(Fp8E4m3ToFloat(codes[i]) * scales[row]);
+    }
+  }
+}
+
+void DequantizeFp8Blocks(const QuantizedMatrix& matrix, std::uint16_t* output) {
+  const auto* codes = static_cast<const std::uint8_t*>(matrix.codes);
+  const std::int64_t scale_columns = NumScaleBlocks(matrix.columns);
+  for (std::size_t p = 0; p < static_cast<std::size_t>(matrix.num_parts); ++p) {
+    const LinearPart& part = matrix.parts[p];
+    for (std::int64_t row = part.row_begin; row < part.row_end; ++row) {
+      const float* const scales = static_cast<const float*>(matrix.scales) +
+                                  (part.scale_row_begin + (row - part.row_begin) / kScaleBlock) * scale_columns;
+      for (std::int64_t column = 0; column < matrix.columns; ++column) {
+        const std::int64_t i = row * matrix.columns + column;
+        output[i] = FloatToBf16(Fp8E4m3ToFloat(codes[i]) * scales[column / kScaleBlock]);
+      }
     }
   }
 }
@@ -68,6 +85,8 @@ void DequantizeNf4(const QuantizedMatrix& matrix, std::uint16_t* output) {
 void DequantizeReference(const QuantizedMatrix& matrix, std::uint16_t* output) {
   if (matrix.format == StorageFormat::kFp8Row) {
     DequantizeFp8(matrix, output);
+  } else if (matrix.format == StorageFormat::kFp8Block) {
+    DequantizeFp8Blocks(matrix, output);
   } else {
     DequantizeNf4(matrix, output);
   }

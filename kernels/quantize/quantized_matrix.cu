@@ -10,7 +10,10 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
+#include <array>
+
 #include "common/gpu/cuda_status.h"
+#include "common/model/weight_codecs.h"
 #include "kernels/base/device_elements.cuh"
 #include "kernels/quantize/quantized_matrix.h"
 
@@ -34,17 +37,17 @@ __device__ inline float2 Fp8PairToFloats(std::uint32_t codes) {
   return __half22float2(*reinterpret_cast<const __half2*>(&raw));
 }
 
-struct Fp8Source {
+// E4M3 codes, whatever scales them.
+struct Fp8Codes {
   using Packet = uint2;  // 8 codes
   static constexpr int kBookValues = 0;
 
-  explicit Fp8Source(const QuantizedMatrix& matrix)
+  explicit Fp8Codes(const QuantizedMatrix& matrix)
       : codes(static_cast<const std::uint8_t*>(matrix.codes)),
         scales(static_cast<const float*>(matrix.scales)),
         columns(static_cast<std::uint32_t>(matrix.columns)) {}
 
   __device__ Packet LoadPacket(std::uint32_t packet) const { return reinterpret_cast<const uint2*>(codes)[packet]; }
-  __device__ float PacketScale(std::uint32_t packet) const { return scales[packet / (columns / kPacketValues)]; }
   // The pair of values i of a packet as bf16.
   static __device__ std::uint32_t Pair(const float*, const Packet& packet, int i, float scale) {
     return CodesToPair((i < 2 ? packet.x : packet.y) >> (16 * (i % 2)), scale);
@@ -54,7 +57,6 @@ struct Fp8Source {
   __device__ Run LoadRun(std::uint32_t row, std::uint32_t column) const {
     return *reinterpret_cast<const uint4*>(codes + static_cast<std::size_t>(row) * columns + column);
   }
-  __device__ float RunScale(std::uint32_t row, std::uint32_t) const { return scales[row]; }
   static __device__ std::uint32_t RunPair(const float*, const Run& run, int i, float scale) {
     const std::uint32_t word = i < 2 ? run.x : i < 4 ? run.y : i < 6 ? run.z : run.w;
     return CodesToPair(word >> (16 * (i % 2)), scale);
@@ -70,22 +72,43 @@ struct Fp8Source {
   std::uint32_t columns;
 };
 
-__device__ constexpr float kNf4Book[16] = {-1.0F,
-                                           -0.6961928009986877F,
-                                           -0.5250730514526367F,
-                                           -0.39491748809814453F,
-                                           -0.28444138169288635F,
-                                           -0.18477343022823334F,
-                                           -0.09105003625154495F,
-                                           0.0F,
-                                           0.07958029955625534F,
-                                           0.16093020141124725F,
-                                           0.24611230194568634F,
-                                           0.33791524171829224F,
-                                           0.44070982933044434F,
-                                           0.5626170039176941F,
-                                           0.7229568362236023F,
-                                           1.0F};
+struct Fp8RowSource : Fp8Codes {
+  using Fp8Codes::Fp8Codes;
+  __device__ float PacketScale(std::uint32_t packet) const { return scales[packet / (columns / kPacketValues)]; }
+  __device__ float RunScale(std::uint32_t row, std::uint32_t) const { return scales[row]; }
+};
+
+// A scale for each 128 x 128 weights of a part; packets and runs lie within one.
+struct Fp8BlockSource : Fp8Codes {
+  explicit Fp8BlockSource(const QuantizedMatrix& matrix)
+      : Fp8Codes(matrix), scale_columns(static_cast<std::uint32_t>(NumScaleBlocks(matrix.columns))), num_parts(matrix.num_parts) {
+    for (int p = 0; p < num_parts; ++p) {
+      const LinearPart& part = matrix.parts[static_cast<std::size_t>(p)];
+      first_row[p] = static_cast<std::uint32_t>(part.row_begin);
+      first_scale_row[p] = static_cast<std::uint32_t>(part.scale_row_begin);
+    }
+  }
+
+  __device__ float PacketScale(std::uint32_t packet) const {
+    const std::uint32_t packets_per_row = columns / kPacketValues, row = packet / packets_per_row;
+    return RunScale(row, (packet - row * packets_per_row) * kPacketValues);
+  }
+  __device__ float RunScale(std::uint32_t row, std::uint32_t column) const {
+    std::uint32_t first = 0, scale_row = first_scale_row[0];
+#pragma unroll
+    for (int next = 1; next < kMaxLinearParts; ++next) {
+      if (next < num_parts && row >= first_row[next]) first = first_row[next], scale_row = first_scale_row[next];
+    }
+    return scales[(scale_row + (row - first) / kScaleBlock) * scale_columns + column / kScaleBlock];
+  }
+
+  std::uint32_t scale_columns;
+  int num_parts;
+  std::uint32_t first_row[kMaxLinearParts] = {};
+  std::uint32_t first_scale_row[kMaxLinearParts] = {};
+};
+
+__device__ constexpr std::array<float, 16> kNf4DeviceBook = kNf4Book;
 
 struct Nf4Source {
   using Packet = std::uint32_t;
@@ -154,7 +177,7 @@ struct Nf4Source {
 template <typename Source>
 __device__ inline const float* LoadBook(float (&book)[Source::kBookValues == 0 ? 1 : Source::kBookValues]) {
   if constexpr (Source::kBookValues > 0) {
-    if (threadIdx.x < Source::kBookValues) book[threadIdx.x] = kNf4Book[threadIdx.x];
+    if (threadIdx.x < Source::kBookValues) book[threadIdx.x] = kNf4DeviceBook[threadIdx.x];
     __syncthreads();
   }
   return book;
@@ -342,7 +365,9 @@ namespace internal {
 
 absl::Status DequantizeCuda(const QuantizedMatrix& matrix, void* output, void* stream) {
   if (matrix.format == StorageFormat::kFp8Row) {
-    LaunchDequantize<Fp8Source>(matrix, output, static_cast<cudaStream_t>(stream));
+    LaunchDequantize<Fp8RowSource>(matrix, output, static_cast<cudaStream_t>(stream));
+  } else if (matrix.format == StorageFormat::kFp8Block) {
+    LaunchDequantize<Fp8BlockSource>(matrix, output, static_cast<cudaStream_t>(stream));
   } else {
     LaunchDequantize<Nf4Source>(matrix, output, static_cast<cudaStream_t>(stream));
   }
@@ -351,7 +376,9 @@ absl::Status DequantizeCuda(const QuantizedMatrix& matrix, void* output, void* s
 
 absl::Status MultiplyFewCuda(const MultiplyFewParams& params, void* stream) {
   if (params.weight.format == StorageFormat::kFp8Row) {
-    LaunchMultiplyFew<Fp8Source>(params, static_cast<cudaStream_t>(stream));
+    LaunchMultiplyFew<Fp8RowSource>(params, static_cast<cudaStream_t>(stream));
+  } else if (params.weight.format == StorageFormat::kFp8Block) {
+    LaunchMultiplyFew<Fp8BlockSource>(params, static_cast<cudaStream_t>(stream));
   } else {
     LaunchMultiplyFew<Nf4Source>(params, static_cast<cudaStream_t>(stream));
   }

@@ -15,15 +15,16 @@ namespace tandem {
 inline constexpr int kMaxLinearParts = 3;
 
 struct QuantizedMatrix {
-  StorageFormat format = StorageFormat::kFp8Row;  // or kNf4
+  StorageFormat format = StorageFormat::kFp8Row;  // or kFp8Block, kNf4
   std::int64_t rows = 0;
-  std::int64_t columns = 0;              // FP8: a multiple of 16, NF4: of 64
-  const void* codes = nullptr;           // on a boundary of 16 bytes
-  const void* scales = nullptr;          // FP8: fp32 [rows]; NF4: uint8 [rows, columns / 64]
-  const float* nested_map = nullptr;     // NF4 alone, as the rest
-  const float* nested_absmax = nullptr;  // the layer's
-  const float* nested_offset = nullptr;  // [num_parts]
-  int num_parts = 0;
+  std::int64_t columns = 0;     // FP8: a multiple of 16, NF4: of 64
+  const void* codes = nullptr;  // on a boundary of 16 bytes
+  // FP8: fp32 [rows], in blocks [sum over parts of ceil(rows / 128), ceil(columns / 128)]; NF4: uint8 [rows, columns / 64].
+  const void* scales = nullptr;
+  const float* nested_map = nullptr;     // NF4 alone
+  const float* nested_absmax = nullptr;  // NF4: the layer's
+  const float* nested_offset = nullptr;  // NF4: [num_parts]
+  int num_parts = 0;                     // of NF4 and of FP8 in blocks, as the rest
   std::array<LinearPart, kMaxLinearParts> parts = {};
 };
 // Requires: IsQuantized(layout.format), and `place` is one of its linear layers. `weights`: the start of the region.

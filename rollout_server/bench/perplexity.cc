@@ -20,7 +20,7 @@
 ABSL_FLAG(std::string, model, "", "model directory or GGUF file");
 ABSL_FLAG(std::string, text, "", "text file");
 ABSL_FLAG(std::string, device, "auto", "auto, cpu or cuda");
-ABSL_FLAG(std::string, weights, "auto", "auto, fp32, bf16, fp8 or nf4");
+ABSL_FLAG(std::string, weights, "auto", "auto, fp32, bf16, fp8, fp8_block or nf4");
 ABSL_FLAG(std::string, kv_cache_dtype, "auto", "auto, bf16 or fp8");
 ABSL_FLAG(int, window, 1024, "tokens of one window");
 ABSL_FLAG(int, max_tokens, 8192, "tokens of the text at most");
@@ -103,11 +103,11 @@ absl::Status Run() {
   const ModelDescription& description = source->description();
   const ModelConfig& config = description.config;
   TANDEM_ASSIGN_OR_RETURN(const std::vector<std::uint32_t> ids, ReadTokens(description));
-  const StorageFormat device_format = device == Device::kCuda ? StorageFormat::kBf16 : StorageFormat::kFp32;
-  const std::optional<StorageFormat> format =
-      weights_name == "auto" ? std::optional(device_format) : ParseStorageFormat(weights_name);
-  if (!format.has_value()) return absl::InvalidArgumentError(absl::StrCat("--weights=", weights_name, " is no format"));
-  const WeightLayout layout = WeightLayout::Create(config, *format);
+  const std::optional<StorageFormat> wanted = ParseStorageFormat(weights_name);  // none: auto
+  if (!wanted.has_value() && weights_name != "auto")
+    return absl::InvalidArgumentError(absl::StrCat("--weights=", weights_name, " is no format"));
+  TANDEM_ASSIGN_OR_RETURN(const StorageFormat format, ChooseStorageFormat(wanted, device, *source));
+  const WeightLayout layout = WeightLayout::Create(config, format);
   TANDEM_ASSIGN_OR_RETURN(const auto weights, BenchMemory::Create(device, layout.total_bytes));
   TANDEM_RETURN_IF_ERROR(source->LoadWeights(layout, device, weights->span(), {}));
 

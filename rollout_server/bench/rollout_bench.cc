@@ -30,7 +30,7 @@
 
 ABSL_FLAG(std::string, shape, "llama-3.1-8b", "smollm2-135m, qwen2.5-1.5b, llama-3.1-8b or qwen3-8b");
 ABSL_FLAG(std::string, cases, "a,c,d", "a: 64 sequences, 256 + 1024 tokens; c: 8 of one prompt, 512 + 8192; d: 256, 256 + 512");
-ABSL_FLAG(std::string, weights, "bf16", "bf16, fp8 or nf4");
+ABSL_FLAG(std::string, weights, "bf16", "bf16, fp8, fp8_block or nf4");
 ABSL_FLAG(std::string, kv_cache_dtype, "bf16", "bf16 or fp8");
 ABSL_FLAG(int, rank, 0, "rank of an adapter on all linear layers; 0: none");
 ABSL_FLAG(int, steps, 24, "timed steps at each context length");
@@ -62,8 +62,6 @@ constexpr std::size_t kNumBenchParts = kBenchPartNames.size();
 void Begin(StageClock* clock, BenchPart part, void* stream) {
   if (clock != nullptr) clock->Enter(kBenchPartNames[static_cast<std::size_t>(part)], stream);
 }
-
-DType KvDType() { return absl::GetFlag(FLAGS_kv_cache_dtype) == "fp8" ? DType::kFp8E3m4 : DType::kBf16; }
 
 constexpr std::size_t kPatternValues = (std::size_t{1} << 22) + 64;  // no multiple of any row
 float PatternValue(std::size_t i) { return static_cast<float>((RandomUniform(1, i) * 2 - 1) * 0.03); }
@@ -231,7 +229,7 @@ std::array<double, kNumBenchParts> BytesOfParts(const Bench& bench, const Case& 
   const WeightLayout& layout = bench.layout;
   const std::uint64_t embedding_bytes = bench.config.is_embedding_tied ? 0 : layout.embedding.size_bytes;
   const std::uint64_t adapter_bytes = bench.adapter.has_value() ? bench.adapter->layout->num_parameters * 2 : 0;
-  const double token_bytes = static_cast<double>(DecoderModel::BlockBytes(bench.config, 1, KvDType()));
+  const double token_bytes = static_cast<double>(DecoderModel::BlockBytes(bench.config, 1, bench.options.kv_dtype));
   std::array<double, kNumBenchParts> bytes = {};
   bytes[static_cast<std::size_t>(BenchPart::kLinear)] =
       static_cast<double>(layout.total_bytes - embedding_bytes - layout.head.size_bytes + adapter_bytes);
@@ -295,7 +293,7 @@ absl::Status RunBench() {
   TANDEM_ASSIGN_OR_RETURN(bench.config, ConfigOfShape(absl::GetFlag(FLAGS_shape)));
   const std::optional<StorageFormat> format = ParseStorageFormat(absl::GetFlag(FLAGS_weights));
   if (!format.has_value() || format == StorageFormat::kFp32) {
-    return absl::InvalidArgumentError(absl::StrCat("--weights=", absl::GetFlag(FLAGS_weights), ": bf16, fp8 or nf4"));
+    return absl::InvalidArgumentError(absl::StrCat("--weights=", absl::GetFlag(FLAGS_weights), ": bf16, fp8, fp8_block or nf4"));
   }
   const std::string kv_name = absl::GetFlag(FLAGS_kv_cache_dtype);
   if (kv_name != "bf16" && kv_name != "fp8") {
@@ -320,7 +318,7 @@ absl::Status RunBench() {
 
   bench.options.device = Device::kCuda;
   bench.options.weight_format = bench.layout.format;
-  bench.options.kv_dtype = KvDType();
+  bench.options.kv_dtype = kv_name == "fp8" ? DType::kFp8E3m4 : DType::kBf16;
   bench.options.block_tokens = kBlockTokens;
   bench.options.num_blocks = num_blocks;
   bench.options.max_batch_tokens = kMaxBatchTokens;
@@ -330,8 +328,9 @@ absl::Status RunBench() {
                           BenchMemory::Create(Device::kCuda, DecoderModel::WorkspaceBytes(bench.config, bench.options)));
   bench.options.workspace = workspace->span();
   TANDEM_ASSIGN_OR_RETURN(
-      const auto cache, BenchMemory::Create(Device::kCuda, static_cast<std::uint64_t>(num_blocks) *
-                                                               DecoderModel::BlockBytes(bench.config, kBlockTokens, KvDType())));
+      const auto cache,
+      BenchMemory::Create(Device::kCuda, static_cast<std::uint64_t>(num_blocks) *
+                                             DecoderModel::BlockBytes(bench.config, kBlockTokens, bench.options.kv_dtype)));
   bench.weights = weights->span();
   bench.cache = cache->span();
   TANDEM_RETURN_IF_ERROR(bench.MakeModel(nullptr));

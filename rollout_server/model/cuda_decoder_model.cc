@@ -600,7 +600,7 @@ absl::Status CheckOptions(const ModelConfig& config, const WeightLayout& layout,
   };
   if (layout.format == StorageFormat::kFp32 || layout.format != options.weight_format) {
     return fault("weights are ", StorageFormatName(layout.format), ", the workspace is for ",
-                 StorageFormatName(options.weight_format), "; bf16, fp8 and nf4 are supported");
+                 StorageFormatName(options.weight_format), "; bf16, fp8, fp8_block and nf4 are supported");
   }
   if (options.kv_dtype == DType::kFp32) return fault("the KV cache is bf16 or fp8");
   if (config.head_dim != 64 && config.head_dim != 128 && config.head_dim != 256) {

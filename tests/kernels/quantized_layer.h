@@ -54,7 +54,9 @@ class QuantizedLayer {
       config.num_heads = shape.heads;
       config.num_kv_heads = shape.kv_heads;
       config.head_dim = shape.head_dim;
-      for (const StorageFormat format : {StorageFormat::kFp8Row, StorageFormat::kNf4}) layers.emplace_back(config, format);
+      for (const StorageFormat format : {StorageFormat::kFp8Row, StorageFormat::kFp8Block, StorageFormat::kNf4}) {
+        layers.emplace_back(config, format);
+      }
     }
     // Of FP8 alone: rows that are no multiple of 64, and few rows.
     ModelConfig config = testing::TinyConfig();
@@ -65,6 +67,7 @@ class QuantizedLayer {
     config.num_kv_heads = 1;
     config.head_dim = 16;
     layers.emplace_back(config, StorageFormat::kFp8Row);
+    layers.emplace_back(config, StorageFormat::kFp8Block);
     return layers;
   }
 

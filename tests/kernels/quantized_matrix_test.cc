@@ -49,6 +49,24 @@ TEST(QuantizedMatrix, ANf4PartCountsItsBlocksFromItsOwnBegin) {
   EXPECT_EQ(values.Get(192), 8.5f);
 }
 
+// By hand: rows 0 to 128 and 129 of two parts, 144 columns. The second part's blocks begin at its own first row.
+TEST(QuantizedMatrix, AnFp8PartCountsItsBlocksFromItsOwnBegin) {
+  testing::AlignedBytes codes(130 * 144), output(130 * 144 * 2);
+  std::memset(codes.data(), 0x38, 130 * 144);  // 1
+  const std::array<float, 6> scales = {1, 2, 3, 4, 5, 6};
+  QuantizedMatrix matrix = {.format = StorageFormat::kFp8Block, .rows = 130, .columns = 144, .codes = codes.data()};
+  matrix.scales = scales.data();
+  matrix.num_parts = 2;
+  matrix.parts = {LinearPart{.row_begin = 0, .row_end = 129}, {.row_begin = 129, .row_end = 130, .scale_row_begin = 2}};
+  ASSERT_EQ(Dequantize(matrix, output.data(), Device::kCpu, nullptr), absl::OkStatus());
+  HostArray values(DType::kBf16, 130 * 144);
+  std::memcpy(values.data(), output.data(), 130 * 144 * 2);
+  for (const auto& [row, column, scale] :
+       {std::array{0, 0, 1}, {0, 127, 1}, {0, 128, 2}, {127, 143, 2}, {128, 0, 3}, {128, 128, 4}, {129, 0, 5}, {129, 143, 6}}) {
+    EXPECT_EQ(values.Get(row * 144 + column), static_cast<float>(scale)) << row << ", " << column;
+  }
+}
+
 TEST(QuantizedMatrix, FewRowsAreMultipliedAndAdded) {
   alignas(16) std::array<std::uint8_t, 32> codes;  // two rows of 16 values
   codes.fill(0x38);                                // 1
@@ -81,6 +99,10 @@ TEST(QuantizedMatrix, ShapesThatNoKernelServesAreRefused) {
               HasSubstr("[2, 32] in nf4; columns are a multiple of 64"));
   EXPECT_THAT(refusal({.format = StorageFormat::kBf16, .rows = 2, .columns = 64, .codes = codes.data()}), HasSubstr("in bf16"));
   EXPECT_THAT(refusal({.format = StorageFormat::kNf4, .rows = 2, .columns = 64, .codes = codes.data()}),
+              HasSubstr("0 parts that do not cover 2 rows"));
+  EXPECT_THAT(refusal({.format = StorageFormat::kFp8Block, .rows = 2, .columns = 24, .codes = codes.data()}),
+              HasSubstr("[2, 24] in fp8_block; columns are a multiple of 16"));
+  EXPECT_THAT(refusal({.format = StorageFormat::kFp8Block, .rows = 2, .columns = 32, .codes = codes.data()}),
               HasSubstr("0 parts that do not cover 2 rows"));
   EXPECT_THAT(refusal({.rows = 2, .columns = 16, .codes = codes.data() + 1}), HasSubstr("boundary of 16 bytes"));
   MultiplyFewParams params;

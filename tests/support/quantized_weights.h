@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cfloat>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -14,7 +16,7 @@
 
 namespace tandem::testing {
 
-// As `layout` (bf16, FP8, NF4) says.
+// As `layout` (bf16, FP8 per row and in blocks, NF4) says.
 class EncodedWeights {
  public:
   EncodedWeights(const WeightLayout& wide, const std::byte* values, const WeightLayout& layout)
@@ -100,9 +102,28 @@ class EncodedWeights {
             (part.num_blocks + kNf4NestedBlocks - 1) / kNf4NestedBlocks};
   }
 
+  // The scale of each value of a part in blocks of 128 x 128.
+  struct ScaleOf {
+    float* scales;
+    std::size_t columns, scale_columns;
+    float& operator()(std::size_t i) const { return scales[i / columns / 128 * scale_columns + i % columns / 128]; }
+  };
+  ScaleOf ScaleOfValue(const LinearPlace& linear, std::size_t p, const Part& part) {
+    const auto scale_columns = static_cast<std::size_t>(linear.scales->shape[1]);
+    return {At<float>(*linear.scales) + static_cast<std::size_t>(linear.parts[p].scale_row_begin) * scale_columns, part.columns,
+            scale_columns};
+  }
+
   void EncodePart(const LinearPlace& linear, std::size_t p, std::span<const float> values) {
     const Part part = PartOf(linear, p);
     const std::span<const float> source = values.subspan(part.first, part.count);
+    if (layout_.format == StorageFormat::kFp8Block) {
+      const ScaleOf scale = ScaleOfValue(linear, p, part);
+      for (std::size_t i = 0; i < source.size(); ++i)
+        scale(i) = std::max({scale(i), std::fabs(source[i]) / kFp8E4m3Max, FLT_MIN});
+      for (std::size_t i = 0; i < source.size(); ++i) part.codes[i] = FloatToFp8E4m3(source[i] / scale(i));
+      return;
+    }
     std::vector<float> absmax(layout_.format == StorageFormat::kNf4 ? part.num_blocks : 0);
     const std::span<float> scales = layout_.format == StorageFormat::kNf4 ? std::span(absmax) : RowScales(linear, part);
     if (!EncodeRows(layout_.format, source, part.columns, std::as_writable_bytes(part.codes), scales).ok()) {
@@ -116,6 +137,11 @@ class EncodedWeights {
   void DecodePart(const LinearPlace& linear, std::size_t p, std::span<float> values) {
     const Part part = PartOf(linear, p);
     const std::span<float> target = values.subspan(part.first, part.count);
+    if (layout_.format == StorageFormat::kFp8Block) {
+      const ScaleOf scale = ScaleOfValue(linear, p, part);
+      for (std::size_t i = 0; i < target.size(); ++i) target[i] = Fp8E4m3ToFloat(part.codes[i]) * scale(i);
+      return;
+    }
     if (layout_.format == StorageFormat::kFp8Row) {
       const std::span<const float> scales = RowScales(linear, part);
       for (std::size_t i = 0; i < target.size(); ++i) target[i] = Fp8E4m3ToFloat(part.codes[i]) * scales[i / part.columns];

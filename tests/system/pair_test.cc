@@ -14,6 +14,8 @@
 #include "common/base/units.h"
 #include "common/rpc/channel.h"
 #include "nlohmann/json.hpp"
+#include "tests/support/block_scaled_model.h"
+#include "tests/support/temporary_directory.h"
 #include "tests/support/tiny_model.h"
 #include "tests/system/daemon_pair.h"
 #include "tests/system/system_jobs.h"
@@ -31,10 +33,11 @@ std::string TinyModelDirectory(const std::string& name, TinyModelOptions options
   return *path;
 }
 
-std::unique_ptr<DaemonPair> StartPair(const std::string& name, std::vector<std::string> flags = {}) {
+std::unique_ptr<DaemonPair> StartPairOver(const std::string& model, const std::string& name,
+                                          std::vector<std::string> flags = {}) {
   DaemonPairOptions options;
   options.directory = ::testing::TempDir() + "/" + name;
-  options.model = TinyModelDirectory(name + "_model");
+  options.model = model;
   options.flags = std::move(flags);
   auto pair = std::make_unique<DaemonPair>(options);
   pair->Start(Half::kRollout);
@@ -42,6 +45,10 @@ std::unique_ptr<DaemonPair> StartPair(const std::string& name, std::vector<std::
   EXPECT_TRUE(pair->WaitReady(Half::kRollout, absl::Seconds(60))) << pair->log(Half::kRollout);
   EXPECT_TRUE(pair->WaitReady(Half::kTrainer, absl::Seconds(60))) << pair->log(Half::kTrainer);
   return pair;
+}
+
+std::unique_ptr<DaemonPair> StartPair(const std::string& name, std::vector<std::string> flags = {}) {
+  return StartPairOver(TinyModelDirectory(name + "_model"), name, std::move(flags));
 }
 
 struct Mapping {
@@ -253,6 +260,37 @@ TEST(PairTest, JobStartsFromAnExportedAdapterWhichIsThenTheReference) {
   ASSERT_EQ(kl.size(), 6u);
   EXPECT_NEAR(kl.front(), 0, 1e-6) << "before its first update the policy is its reference";
   EXPECT_GT(kl.back(), 1e-5);
+}
+
+// On a GPU both daemons take the checkpoint's codes and factors as the file has them; on the CPU, their products.
+TEST(PairTest, ACheckpointInBlocksTrainsAsItIsStored) {
+  const bool is_on_gpu = TestDevice() == Device::kCuda;
+  TinyModelOptions model = SystemModel();
+  model.hidden_size = 144;
+  model.intermediate_size = 272;
+  const testing::TemporaryDirectory directory;
+  const testing::BlockScaledModel saved(directory.path(), model);
+  auto pair = StartPairOver(directory.path(), "blocks",
+                            is_on_gpu ? std::vector<std::string>{"--weights=fp8"} : std::vector<std::string>{});
+  for (const Half half : {Half::kRollout, Half::kTrainer}) {
+    EXPECT_THAT(pair->log(half), HasSubstr(is_on_gpu ? " weights=fp8_block " : " weights=fp32 "));
+  }
+  const auto job = pair->Submit(TinyJob(3, 1), TinyRows(16));
+  ASSERT_TRUE(job.ok()) << job.status();
+  const auto end = pair->WaitForEnd(*job, absl::Seconds(120));
+  ASSERT_TRUE(end.ok()) << end.status() << pair->log(Half::kTrainer) << pair->log(Half::kRollout);
+  ASSERT_EQ(end->state(), v1::JOB_STATE_SUCCEEDED) << end->error();
+  int num_steps = 0;
+  std::ifstream history(absl::StrCat(pair->data_dir(Half::kTrainer), "/jobs/", *job, "/history.jsonl"));
+  for (std::string line; std::getline(history, line);) {
+    const nlohmann::json row = nlohmann::json::parse(line);
+    if (row.at("kind") != "step") continue;
+    ++num_steps;
+    const double gap = row.at("sampling/sampling_logp_difference/mean");
+    std::printf("step %d: the sides' log-probs differ by %.2e in the mean\n", num_steps, gap);
+    EXPECT_LT(gap, is_on_gpu ? 0.03 : 1e-4);
+  }
+  EXPECT_EQ(num_steps, 3);
 }
 
 // Neither daemon touches the elastic range while the other has it: with strict leases it could not.

@@ -10,6 +10,8 @@
 #include "common/memory/pool_chunks.h"
 #include "common/model/model_source.h"
 #include "common/model/weight_codecs.h"
+#include "tests/support/block_scaled_model.h"
+#include "tests/support/temporary_directory.h"
 #include "tests/support/tiny_model.h"
 
 namespace tandem {
@@ -65,12 +67,14 @@ TEST(DeviceWeights, AreTheHostsRoundedToBf16) {
 
 TEST(DeviceWeights, InEveryFormatAreTheBytesThatTheHostWouldHold) {
   if (!HasCudaDevice()) GTEST_SKIP() << "no GPU";
-  const std::string folder = absl::StrCat("/tmp/tandem_device_formats_", ::getpid());
-  // Parts of qkv that span stripes and end within a nested block.
-  ASSERT_TRUE(WriteTinyModel(folder, {.num_layers = 1, .hidden_size = 1088, .num_heads = 68, .num_kv_heads = 34}).ok());
+  const testing::TemporaryDirectory directory;
+  const std::string& folder = directory.path();
+  // Parts of qkv that span stripes and end within blocks and nested blocks.
+  const testing::BlockScaledModel model(folder, {.num_layers = 1, .hidden_size = 1088, .num_heads = 68, .num_kv_heads = 34});
   const auto source = ModelSource::Open(folder);
   ASSERT_TRUE(source.ok()) << source.status();
-  for (const StorageFormat format : {StorageFormat::kBf16, StorageFormat::kFp8Row, StorageFormat::kNf4}) {
+  for (const StorageFormat format :
+       {StorageFormat::kBf16, StorageFormat::kFp8Row, StorageFormat::kFp8Block, StorageFormat::kNf4}) {
     SCOPED_TRACE(StorageFormatName(format));
     const WeightLayout layout = WeightLayout::Create((*source)->description().config, format);
     std::vector<std::byte> host(layout.total_bytes), device(layout.total_bytes);
@@ -90,7 +94,6 @@ TEST(DeviceWeights, InEveryFormatAreTheBytesThatTheHostWouldHold) {
           << place->name;
     }
   }
-  std::filesystem::remove_all(folder);
 }
 
 }  // namespace

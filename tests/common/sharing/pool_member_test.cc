@@ -340,6 +340,8 @@ TEST_F(PoolMemberTest, DifferencesAreRefusedByName) {
   refused([](Request* r) { r->set_device_uuid("GPU-1"); }, absl::StatusCode::kFailedPrecondition, "'GPU-1', offered is 'cpu'");
   refused([](Request* r) { r->set_weight_format(v1::WEIGHT_FORMAT_NF4); }, absl::StatusCode::kFailedPrecondition,
           "WEIGHT_FORMAT_NF4");
+  refused([](Request* r) { r->set_weight_format(v1::WEIGHT_FORMAT_FP8_BLOCK); }, absl::StatusCode::kFailedPrecondition,
+          "weight format asked for is 'WEIGHT_FORMAT_FP8_BLOCK', offered is 'WEIGHT_FORMAT_FP32'");
   refused([](Request* r) { r->set_model_digest("abc"); }, absl::StatusCode::kFailedPrecondition,
           "model digest asked for is 'abc'");
   refused([](Request* r) { r->set_role(v1::ROLE_UNSPECIFIED); }, absl::StatusCode::kInvalidArgument, "role 0");

@@ -6,13 +6,16 @@
 #include <string>
 
 #include "common/model/kv_scale_table.h"
+#include "common/model/model_source.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "rollout_server/model/decoder_model.h"
 #include "rollout_server/sample/sampler.h"
+#include "tests/support/block_scaled_model.h"
 #include "tests/support/device_bytes.h"
 #include "tests/support/naive_transformer.h"
 #include "tests/support/quantized_weights.h"
+#include "tests/support/temporary_directory.h"
 
 namespace tandem {
 namespace {
@@ -251,7 +254,7 @@ TEST_F(CudaDecoderModelTest, PrefillMixedAndDecodeStepsAgreeWithTheCpu) {
 
 // Steps of more rows than kFewRows and of fewer, single ones and captured ones, under an adapter and under none.
 TEST_F(CudaDecoderModelTest, WeightsInCodesAgreeWithTheCpuOnTheirValues) {
-  for (const StorageFormat format : {StorageFormat::kFp8Row, StorageFormat::kNf4}) {
+  for (const StorageFormat format : {StorageFormat::kFp8Row, StorageFormat::kFp8Block, StorageFormat::kNf4}) {
     for (const bool has_bias_and_norms : {false, true}) {
       SCOPED_TRACE(absl::StrCat(StorageFormatName(format), has_bias_and_norms ? " with bias and norms" : ""));
       ModelConfig config = GpuConfig();
@@ -283,6 +286,36 @@ TEST_F(CudaDecoderModelTest, WeightsInCodesAgreeWithTheCpuOnTheirValues) {
       }
     }
   }
+}
+
+// From the file: the GPU multiplies with the codes as they are stored, the CPU with what they stand for. Queries end within a
+// block, as do keys, values and the MLP.
+TEST_F(CudaDecoderModelTest, ACheckpointInBlocksAgreesWithTheCpuOnItsValues) {
+  const testing::TemporaryDirectory directory;
+  const testing::BlockScaledModel saved(
+      directory.path(),
+      {.hidden_size = 144, .intermediate_size = 272, .num_heads = 3, .num_kv_heads = 1, .head_dim = 64, .vocab_size = 300});
+  const auto source = ModelSource::Open(directory.path());
+  ASSERT_TRUE(source.ok()) << source.status();
+  Weights weights((*source)->description().config);
+  weights.layout = WeightLayout::Create(weights.model.config, StorageFormat::kFp8Block);
+  weights.bytes.resize(weights.layout.total_bytes);
+  ASSERT_EQ((*source)->LoadWeights(weights.layout, Device::kCpu, weights.bytes, nullptr), absl::OkStatus());
+  weights.model = saved.AsTinyModel(weights.model.config);
+  for (const TensorPlace* place : weights.model.layout.Tensors()) {
+    float* const values = weights.model.Weight(*place);
+    std::transform(values, values + place->size_bytes / sizeof(float), values,
+                   [](float value) { return Bf16ToFloat(FloatToBf16(value)); });
+  }
+  const GpuModel gpu(weights);
+  const CpuModel cpu(weights);
+  Feeder feeder;
+  const auto step = [&](const std::vector<Feeder::Chunk>& chunks, bool wants_all, const std::string& what) {
+    const StepBatch batch = feeder.Next(chunks, wants_all);
+    ExpectAgree(gpu.Run(batch), cpu.Run(batch), what);
+  };
+  step({{0, RandomIds(1, 61)}, {1, RandomIds(2, 16)}, {2, RandomIds(3, 1)}}, true, "prefill");
+  for (std::uint32_t t = 0; t < 6; ++t) step({{0, {t}}, {1, {t + 1}}, {2, {t + 2}}}, false, absl::StrCat("decode ", t));
 }
 
 // Without norms of queries and keys the random model's scores are large, and so is what the codes' rounding does to them.

@@ -6,9 +6,12 @@
 #include <numeric>
 #include <string>
 
+#include "common/model/model_source.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/support/block_scaled_model.h"
 #include "tests/support/naive_transformer.h"
+#include "tests/support/temporary_directory.h"
 
 namespace tandem {
 namespace {
@@ -109,6 +112,21 @@ void ExpectClose(const std::vector<Row>& rows, const std::vector<std::vector<dou
 }
 
 constexpr double kTolerance = 2e-4;  // logits reach 10; 2 layers of fp32 sums against double
+
+// From the file to the logits; every dimension ends within a block.
+TEST(DecoderModel, ACheckpointInBlocksGivesTheLogitsOfItsCodesTimesTheirFactors) {
+  const testing::TemporaryDirectory directory;
+  const testing::BlockScaledModel saved(
+      directory.path(), {.hidden_size = 144, .intermediate_size = 272, .num_heads = 9, .num_kv_heads = 3, .vocab_size = 300});
+  const auto source = ModelSource::Open(directory.path());
+  ASSERT_TRUE(source.ok()) << source.status();
+  const TinyModel expected = saved.AsTinyModel((*source)->description().config);
+  TinyModel model(expected.config);
+  ASSERT_EQ((*source)->LoadWeights(model.layout, Device::kCpu, model.weights->span(), nullptr), absl::OkStatus());
+  const Ids ids = RandomIds(5, 21);
+  Runner runner(model, 4);
+  ExpectClose(runner.Step({{0, ids}}), NaiveTransformer(expected).Logits(ids), 0, kTolerance);
+}
 
 TEST(DecoderModel, PartsOfTheWorkspaceAddUpToIt) {
   const ModelConfig config = testing::TinyConfig();

@@ -141,7 +141,7 @@ TEST_F(PolicyGpuTest, WeightsInCodesTrainAsTheirValuesInBf16) {
   config.head_dim = 64;
   config.hidden_size = 256;
   config.intermediate_size = 448;
-  for (const StorageFormat format : {StorageFormat::kFp8Row, StorageFormat::kNf4}) {
+  for (const StorageFormat format : {StorageFormat::kFp8Row, StorageFormat::kFp8Block, StorageFormat::kNf4}) {
     for (const double dropout : {0.0, 0.25}) {
       const TinyModel base(config), values(config);
       const WeightLayout layout = WeightLayout::Create(config, format);
