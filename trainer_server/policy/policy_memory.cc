@@ -56,7 +56,7 @@ PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, c
   const std::int64_t standing =
       4 * kIndexArrays * rows + 4 * config.head_dim * rows + (element == kSumBytes ? 0 : element * adapter_elements);
   // All rows at once.
-  const std::int64_t residual = kSumBytes * d * rows;  // hidden, or its gradient
+  const std::int64_t residual = kSumBytes * d * rows;  // hidden, or its gradient: there is room for both from the start
   const std::int64_t attention_output = (element * q + kSumBytes * config.num_heads) * rows;
   const std::int64_t unnormed = config.has_qk_norm ? element * (q + kv) * rows : 0;
   const std::int64_t attention_gradients = element * (q + qkv) * rows;
@@ -67,12 +67,12 @@ PolicyMemory PlanPolicyMemory(const ModelConfig& config, StorageFormat format, c
   const std::int64_t backward_tile = element * (2 * d + 4 * f + 4 * rank) + kSumBytes * d;
 
   const AttentionScratch scratch = PlanAttentionScratch(config, format, attention, rows);
-  const std::int64_t head = residual + element * d * head_rows + 24 * head_rows +
+  const std::int64_t head = 2 * residual + element * d * head_rows + 24 * head_rows +
                             static_cast<std::int64_t>(ChooseHeadTile(config, element, pass.logit_chunk, head_rows).scratch_bytes);
   const std::int64_t head_gradient = 2 * residual + element * d * (head_rows + std::min(rows, head_rows));
   const auto peak_of = [&](std::int64_t output) {
     const std::int64_t layer = residual + element * qkv * rows + output + values;
-    const std::int64_t forward = layer + std::max(tile_rows * forward_tile, scratch.forward_bytes);
+    const std::int64_t forward = layer + residual + std::max(tile_rows * forward_tile, scratch.forward_bytes);
     const std::int64_t mlp_backward = layer + unnormed + tile_rows * backward_tile;
     const std::int64_t attention_backward = layer + unnormed + attention_gradients + scratch.backward_bytes;
     return Unsigned(standing + std::max({forward, head, head_gradient, mlp_backward, attention_backward}));
@@ -114,8 +114,8 @@ PolicyMemory PlanCpuPolicyMemory(const ModelConfig& config, const PolicyPass& pa
 
   const std::int64_t forward_rows = rows * (qkv + q + config.num_heads);
   const std::int64_t unnormed = config.has_qk_norm ? rows * (q + kv) : 0;
-  const std::int64_t forward = columns + rows * d + forward_rows + tile_rows * (d + 3 * f + rank);
-  const std::int64_t head = columns + rows * d + 2 * head_rows * d + head_tile;
+  const std::int64_t forward = columns + 2 * rows * d + forward_rows + tile_rows * (d + 3 * f + rank);
+  const std::int64_t head = columns + 2 * rows * d + 2 * head_rows * d + head_tile;
   const std::int64_t head_gradient = columns + 2 * rows * d + head_rows * d;
   const std::int64_t backward = 2 * columns + rows * d + forward_rows + unnormed;
   const std::int64_t lora = 4 * rank;  // x through A, and the gradients of up to three linears of one product

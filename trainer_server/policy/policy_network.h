@@ -58,7 +58,9 @@ class PolicyNetwork {
     const Lora* lora = nullptr;
     LoraDropout dropout;
     std::unique_ptr<LayerInputs> layer_inputs;
-    Buffer<Sum> hidden;       // [num_rows, d], before the final norm
+    // [num_rows, d]. What lives throughout is taken first: what is freed leaves one piece, whole.
+    Buffer<Sum> grad;         // of the residual stream, from Backward on
+    Buffer<Sum> hidden;       // before the final norm
     Buffer<T> head_input;     // [head rows, d]; two-pass head only
     Buffer<T> unit_gradient;  // [head rows, d]; one-pass head only
     LinearLogprobs logprobs;
@@ -90,8 +92,8 @@ class PolicyNetwork {
   static void ForEachTile(const Pass& pass, OnTile on_tile);
   // Makes values of the layer's codes in the workspace, once for all tiles.
   LayerValues ValuesOf(const Pass& pass, int layer);
-  // Runs all layers on `hidden`; layer inputs go to `inputs` unless that is null.
-  void ForwardLayers(const Pass& pass, Buffer<Sum>* hidden, LayerInputs* inputs);
+  // Leaves in `hidden` what all layers make of the embedding; layer inputs go to `inputs` unless that is null.
+  void ForwardLayers(const Pass& pass, Sum* hidden, LayerInputs* inputs);
   // rows_at(first, rows, scratch): the layer's input, in scratch [rows, d] where it has to be made. Leaves qkv in the workspace.
   template <typename RowsAt>
   void ProjectQkv(const Pass& pass, int layer, const LayerValues& values, RowsAt rows_at);
