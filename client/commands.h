@@ -11,9 +11,12 @@
 namespace tandem {
 
 using Words = std::vector<std::string>;
+// The only word. Errors: INVALID_ARGUMENT with how `command` is used.
+absl::StatusOr<std::string> OneWord(const Words& words, const std::string& command, const std::string& what);
 
 struct SubmitOptions {
   bool watch = false;
+  std::string tensorboard;             // with watch: see Watch
   std::vector<std::string> overrides;  // text-format fields merged over the file: "seed: 1"
 };
 absl::Status Submit(const Connection& connection, const Words& words, const SubmitOptions& options);
@@ -21,18 +24,35 @@ absl::Status Submit(const Connection& connection, const Words& words, const Subm
 // printed: RESOURCE_EXHAUSTED (the node does not hold the job).
 absl::Status Plan(const Connection& connection, const Words& words, const SubmitOptions& options, int live_sequences);
 absl::Status ListJobs(const Connection& connection, const Words& words);
-absl::Status Watch(const Connection& connection, const Words& words);
+// `tensorboard`: a directory whose event file follows the job; empty: none.
+absl::Status Watch(const Connection& connection, const Words& words, const std::string& tensorboard);
 absl::Status Cancel(const Connection& connection, const Words& words);
 absl::Status Pause(const Connection& connection, const Words& words);
 absl::Status Resume(const Connection& connection, const Words& words);
-absl::Status Completions(const Connection& connection, const Words& words, int step, int limit);
-absl::Status Export(const Connection& connection, const Words& words);
+// `filters`: all but the job.
+absl::Status Completions(const Connection& connection, const Words& words, v1::CompletionsRequest filters);
+// Both jobs' settings where they differ, and what came of them.
+absl::Status Compare(const Connection& connection, const Words& words);
+// What a job recorded: a flat JSON object a line, or TensorBoard's event file under `tensorboard`.
+absl::Status History(const Connection& connection, const Words& words, const std::string& tensorboard);
+struct PlotOptions {
+  std::string png;                   // file; empty: the terminal
+  std::vector<std::string> metrics;  // names of the history; empty: the usual six
+};
+// Needs gnuplot. Errors: FAILED_PRECONDITION (no gnuplot, nothing recorded).
+absl::Status Plot(const Connection& connection, const Words& words, const PlotOptions& options);
+struct ExportOptions {
+  bool merged = false;  // the model with the adapter merged into it
+  bool best = false;    // of the best evaluation; else the newest
+};
+absl::Status Export(const Connection& connection, const Words& words, const ExportOptions& options);
 absl::Status ShowStatus(const Connection& connection, const Words& words);
 
 struct GenerateOptions {
-  std::string job;       // whose adapter; empty: the base model
-  std::string messages;  // JSON array of {"role", "content"}; else the words are one user turn
-  bool is_raw = false;   // the words are plain text, without the chat template
+  std::string job;                 // whose adapter; empty: the base model
+  std::string messages;            // JSON array of {"role", "content"}; else the words are one user turn
+  bool is_raw = false;             // the words are plain text, without the chat template
+  std::string template_arguments;  // a JSON object: variables of the chat template
   int num_completions = 1;
   v1::SamplingParams sampling;
 };

@@ -40,6 +40,7 @@ absl::Status Generate(const Connection& connection, const Words& words, const Ge
   bool is_open = stream->Write(request);
   request.mutable_group()->set_group_size(static_cast<std::uint32_t>(options.num_completions));
   *request.mutable_group()->mutable_sampling() = options.sampling;
+  request.mutable_group()->set_template_arguments(options.template_arguments);
   is_open = is_open && stream->Write(request);
   for (std::size_t begin = 0; is_open && begin < text.size();) {
     const std::size_t end = PieceEnd(text, begin);

@@ -2,10 +2,12 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 
 #include "absl/strings/str_join.h"
 #include "client/commands.h"
 #include "client/job_file.h"
+#include "client/job_history.h"
 #include "client/printing.h"
 #include "client/progress.h"
 #include "google/protobuf/text_format.h"
@@ -14,11 +16,6 @@ namespace tandem {
 namespace {
 
 constexpr int kMaxLiveSequences = 1 << 16;
-
-absl::StatusOr<std::string> OneWord(const Words& words, const std::string& command, const std::string& what) {
-  if (words.size() == 1) return words[0];
-  return absl::InvalidArgumentError(absl::StrCat("usage: tandem ", command, " ", what, " (got ", words.size(), " words)"));
-}
 
 std::string StateWord(v1::JobState state) { return EnumWord(v1::JobState_Name(state), "JOB_STATE_"); }
 
@@ -37,6 +34,14 @@ void PrintStatus(const Connection& connection, const v1::JobStatus& status) {
   Print(line);
 }
 
+// The trainer reads the data set in the call, all of it where rows are filtered.
+std::unique_ptr<grpc::ClientContext> ContextOfCheck(const Connection& connection) {
+  constexpr absl::Duration kCheckTimeout = absl::Minutes(10);
+  auto context = std::make_unique<grpc::ClientContext>();
+  context->set_deadline(absl::ToChronoTime(absl::Now() + std::max(connection.timeout, kCheckTimeout)));
+  return context;
+}
+
 void PrintWarnings(const google::protobuf::RepeatedPtrField<std::string>& warnings) {
   for (const std::string& warning : warnings) Print("warning: " + warning);
 }
@@ -45,10 +50,22 @@ bool HasEnded(v1::JobState state) {
   return state == v1::JOB_STATE_SUCCEEDED || state == v1::JOB_STATE_FAILED || state == v1::JOB_STATE_CANCELLED;
 }
 
-// Follows a job until it ends; a daemon that restarts is waited for and the stream taken up where it broke.
-absl::Status Follow(const Connection& connection, const std::string& job) {
+// Follows a job until it ends, and writes TensorBoard's events under `tensorboard` where that is not empty; a daemon that
+// restarts is waited for and the stream taken up where it broke.
+absl::Status Follow(const Connection& connection, const std::string& job, const std::string& tensorboard) {
   constexpr absl::Duration kPatience = absl::Minutes(10);  // without a single event
   ProgressPrinter printer;
+  std::optional<EventFileWriter> events;
+  if (!tensorboard.empty()) {
+    v1::GetJobRequest request;
+    request.set_job(job);
+    v1::JobStatus status;
+    auto context = connection.Context();
+    TANDEM_RETURN_IF_ERROR(
+        CallStatus(connection.Trainer()->GetJob(context.get(), request, &status), "trainer_server", connection.trainer_address));
+    TANDEM_ASSIGN_OR_RETURN(EventFileWriter writer, EventFileWriter::Create(tensorboard, status));
+    events.emplace(std::move(writer));
+  }
   std::uint32_t next_step = 0, num_steps = 0;
   absl::Time last_event = absl::Now();
   while (true) {
@@ -63,6 +80,7 @@ absl::Status Follow(const Connection& connection, const std::string& job) {
     v1::JobStatus last;
     while (reader->Read(&response)) {
       last_event = absl::Now();
+      if (events.has_value()) TANDEM_RETURN_IF_ERROR(events->Append(response));
       if (connection.json) Print(ToJson(response));
       if (response.has_status()) {
         const bool is_news = last.state() != response.status().state() || last.waiting_for() != response.status().waiting_for();
@@ -74,6 +92,8 @@ absl::Status Follow(const Connection& connection, const std::string& job) {
         if (!connection.json) Print(printer.StepLine(response.step(), num_steps));
       } else if (response.has_evaluation() && !connection.json) {
         Print(ProgressPrinter::EvaluationLine(response.evaluation()));
+      } else if (response.has_data() && !connection.json) {
+        Print(FormatDataCounts(response.data()));
       }
     }
     const absl::Status status = CallStatus(reader->Finish(), "trainer_server", connection.trainer_address);
@@ -103,6 +123,11 @@ absl::Status ChangeState(const Connection& connection, const Words& words, const
 
 }  // namespace
 
+absl::StatusOr<std::string> OneWord(const Words& words, const std::string& command, const std::string& what) {
+  if (words.size() == 1) return words[0];
+  return absl::InvalidArgumentError(absl::StrCat("usage: tandem ", command, " ", what, " (got ", words.size(), " words)"));
+}
+
 absl::Status Submit(const Connection& connection, const Words& words, const SubmitOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(const std::string path, OneWord(words, "submit", "JOB_FILE"));
   TANDEM_ASSIGN_OR_RETURN(v1::JobSpec spec, ReadJobFile(path, options.overrides));
@@ -110,7 +135,7 @@ absl::Status Submit(const Connection& connection, const Words& words, const Subm
   v1::SubmitRequest request;
   TANDEM_ASSIGN_OR_RETURN(*request.mutable_job_text(), ToText(spec));
   auto trainer = connection.Trainer();
-  auto context = connection.Context();
+  auto context = ContextOfCheck(connection);
   v1::SubmitResponse response;
   TANDEM_RETURN_IF_ERROR(
       CallStatus(trainer->Submit(context.get(), request, &response), "trainer_server", connection.trainer_address));
@@ -118,10 +143,11 @@ absl::Status Submit(const Connection& connection, const Words& words, const Subm
     Print(ToJson(response));
   } else {
     PrintWarnings(response.warnings());
+    if (!options.watch) Print(FormatDataCounts(response.data()));
     Print("submitted " + response.job());
   }
   if (!options.watch) return absl::OkStatus();
-  return Follow(connection, response.job());
+  return Follow(connection, response.job(), options.tensorboard);
 }
 
 absl::Status Plan(const Connection& connection, const Words& words, const SubmitOptions& options, int live_sequences) {
@@ -135,7 +161,7 @@ absl::Status Plan(const Connection& connection, const Words& words, const Submit
   TANDEM_ASSIGN_OR_RETURN(*request.mutable_job_text(), ToText(spec));
   request.set_live_sequences(static_cast<std::uint32_t>(live_sequences));
   auto trainer = connection.Trainer();
-  auto context = connection.Context();
+  auto context = ContextOfCheck(connection);
   v1::PlanResponse response;
   TANDEM_RETURN_IF_ERROR(
       CallStatus(trainer->Plan(context.get(), request, &response), "trainer_server", connection.trainer_address));
@@ -145,6 +171,7 @@ absl::Status Plan(const Connection& connection, const Words& words, const Submit
     Print(response.job_text());
     Print(absl::StrCat("# ", response.trained_parameters(), " trained parameters; an epoch is ", response.steps_per_epoch(),
                        " steps"));
+    Print("# " + FormatDataCounts(response.data()));
     Print(FormatMemoryPlan(response.memory()));
     PrintWarnings(response.warnings());
   }
@@ -173,9 +200,9 @@ absl::Status ListJobs(const Connection& connection, const Words&) {
   return absl::OkStatus();
 }
 
-absl::Status Watch(const Connection& connection, const Words& words) {
+absl::Status Watch(const Connection& connection, const Words& words, const std::string& tensorboard) {
   TANDEM_ASSIGN_OR_RETURN(const std::string job, OneWord(words, "watch", "JOB"));
-  return Follow(connection, job);
+  return Follow(connection, job, tensorboard);
 }
 
 absl::Status Cancel(const Connection& connection, const Words& words) {
@@ -194,37 +221,8 @@ absl::Status Resume(const Connection& connection, const Words& words) {
       [](auto* stub, auto* context, const auto& request, auto* status) { return stub->Resume(context, request, status); });
 }
 
-absl::Status Completions(const Connection& connection, const Words& words, int step, int limit) {
-  v1::CompletionsRequest request;
-  TANDEM_ASSIGN_OR_RETURN(*request.mutable_job(), OneWord(words, "completions", "JOB --step=N"));
-  request.set_step(static_cast<std::uint32_t>(std::max(step, 0)));
-  request.set_limit(static_cast<std::uint32_t>(std::max(limit, 0)));
-  auto trainer = connection.Trainer();
-  auto context = connection.Context();
-  auto reader = trainer->Completions(context.get(), request);
-  v1::CompletionRecord record;
-  std::int64_t shown_group = -1;
-  while (reader->Read(&record)) {
-    if (connection.json) {
-      Print(ToJson(record));
-      continue;
-    }
-    if (record.group_index() != shown_group) {
-      shown_group = record.group_index();
-      Print(absl::StrCat("\n--- step ", record.step(), ", prompt ", record.group_index(), " ---\n", record.prompt()));
-    }
-    std::string line =
-        absl::StrFormat("[%d] reward %.3f  advantage %+.3f ", record.member_index(), record.reward(), record.advantage());
-    for (const v1::NamedValue& value : record.rewards()) absl::StrAppendFormat(&line, " %s %.2f", value.name(), value.value());
-    absl::StrAppend(&line, "  ", record.completion_tokens(), " tokens, ",
-                    EnumWord(v1::FinishReason_Name(record.finish_reason()), "FINISH_REASON_"), "\n    ", record.completion());
-    Print(line);
-  }
-  return CallStatus(reader->Finish(), "trainer_server", connection.trainer_address);
-}
-
-absl::Status Export(const Connection& connection, const Words& words) {
-  if (words.size() != 2) return absl::InvalidArgumentError("usage: tandem export JOB DIRECTORY");
+absl::Status Export(const Connection& connection, const Words& words, const ExportOptions& options) {
+  if (words.size() != 2) return absl::InvalidArgumentError("usage: tandem export JOB DIRECTORY [--merged] [--best]");
   const std::filesystem::path directory(words[1]);
   std::error_code error;
   if (std::filesystem::exists(directory) && !std::filesystem::is_empty(directory, error)) {
@@ -234,9 +232,11 @@ absl::Status Export(const Connection& connection, const Words& words) {
   if (error) return absl::InvalidArgumentError(absl::StrCat("cannot make ", words[1], ": ", error.message()));
   v1::ExportRequest request;
   request.set_job(words[0]);
+  request.set_merged(options.merged);
+  request.set_best(options.best);
   auto trainer = connection.Trainer();
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Minutes(30)));
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Hours(4)));
   auto reader = trainer->Export(&context, request);
   v1::ExportResponse response;
   std::ofstream file;

@@ -15,8 +15,22 @@ ABSL_FLAG(bool, watch, false, "submit: follow the job until it ends");
 ABSL_FLAG(std::vector<std::string>, set, {},
           "submit, plan: fields in text format merged over the job file, as --set='seed: 1,num_steps: 5'");
 ABSL_FLAG(int32_t, live_sequences, 0, "plan: sequences generated at a time; 0: as many as rollout_server runs");
-ABSL_FLAG(int32_t, step, 0, "completions: of which step");
-ABSL_FLAG(int32_t, limit, 0, "completions: how many at most; 0 for all");
+ABSL_FLAG(uint32_t, step, 0, "completions: of which step; 0 for the newest");
+ABSL_FLAG(uint32_t, last_step, 0, "completions: of all steps from --step to this one");
+ABSL_FLAG(uint32_t, limit, 0, "completions: how many at most; 0 for all");
+ABSL_FLAG(absl::optional<double>, min_reward, absl::nullopt, "completions: with at least this reward");
+ABSL_FLAG(absl::optional<double>, max_reward, absl::nullopt, "completions: with at most this reward");
+ABSL_FLAG(std::string, function, "", "completions: the reward whose value --min_reward and --max_reward bound; empty: the sum");
+ABSL_FLAG(uint32_t, min_length, 0, "completions: of at least so many tokens");
+ABSL_FLAG(uint32_t, max_length, 0, "completions: of at most so many tokens; 0 for any");
+ABSL_FLAG(std::string, finish_reason, "", "completions: 'stop' or 'length'; empty for any");
+ABSL_FLAG(absl::optional<int64_t>, group, absl::nullopt, "completions: those of this prompt of the step, side by side");
+ABSL_FLAG(std::string, tensorboard, "", "watch, submit --watch, history: directory for TensorBoard's event file");
+ABSL_FLAG(std::string, png, "", "plot: file to draw into; empty: the terminal");
+ABSL_FLAG(std::vector<std::string>, metrics, {}, "plot: names as in `tandem history`; empty: the usual six");
+ABSL_FLAG(bool, merged, false, "export: the model with the adapter merged into it, as safetensors in bf16");
+ABSL_FLAG(bool, best, false, "export: as of the best evaluation; else the newest checkpoint");
+ABSL_FLAG(std::string, template_arguments, "", "generate: a JSON object of variables of the chat template");
 ABSL_FLAG(std::string, job, "", "generate: whose adapter; empty for the base model");
 ABSL_FLAG(std::string, messages, "", "generate: a JSON array of {\"role\", \"content\"}");
 ABSL_FLAG(bool, raw, false, "generate: plain text, without the chat template");
@@ -37,12 +51,39 @@ constexpr char kUsage[] = R"(trains language models with GRPO, from any machine.
   tandem jobs                                    all jobs, newest first
   tandem watch JOB                               live progress
   tandem pause | resume | cancel JOB
-  tandem completions JOB --step=N                what the model wrote and what it earned
-  tandem export JOB DIRECTORY                    a PEFT adapter directory
+  tandem completions JOB [--step=N] [--group=N]  what the model wrote and what it earned; filters: see --help
+  tandem plot JOB [--png=FILE]                   reward, KL, entropy, length, clip ratio, gradient norm
+  tandem history JOB [--tensorboard=DIRECTORY]   what was recorded: a JSON object a line, or an event file
+  tandem compare JOB JOB                         settings that differ, and what came of them
+  tandem export JOB DIRECTORY [--merged]         a PEFT adapter directory, or the whole model
   tandem generate PROMPT [--job=JOB]             ask the model
   tandem status                                  both daemons, memory by owner
 
 Addresses: --trainer, --rollout. For scripts: --json.)";
+
+absl::Status Completions(const tandem::Connection& connection, const tandem::Words& words) {
+  tandem::v1::CompletionsRequest filters;
+  filters.set_step(absl::GetFlag(FLAGS_step));
+  filters.set_last_step(absl::GetFlag(FLAGS_last_step));
+  filters.set_limit(absl::GetFlag(FLAGS_limit));
+  if (const auto least = absl::GetFlag(FLAGS_min_reward)) filters.set_min_reward(*least);
+  if (const auto most = absl::GetFlag(FLAGS_max_reward)) filters.set_max_reward(*most);
+  filters.set_function(absl::GetFlag(FLAGS_function));
+  filters.set_min_tokens(absl::GetFlag(FLAGS_min_length));
+  filters.set_max_tokens(absl::GetFlag(FLAGS_max_length));
+  const std::string reason = absl::GetFlag(FLAGS_finish_reason);
+  if (reason == "stop") filters.set_finish_reason(tandem::v1::FINISH_REASON_STOP);
+  if (reason == "length") filters.set_finish_reason(tandem::v1::FINISH_REASON_LENGTH);
+  if (!reason.empty() && filters.finish_reason() == tandem::v1::FINISH_REASON_UNSPECIFIED) {
+    return absl::InvalidArgumentError(absl::StrCat("--finish_reason: '", reason, "'; must be 'stop' or 'length'"));
+  }
+  if (const auto group = absl::GetFlag(FLAGS_group)) {
+    if (*group < 0 || *group > 65535)
+      return absl::InvalidArgumentError(absl::StrCat("--group: ", *group, "; must be 0 to 65535"));
+    filters.set_group_index(static_cast<std::uint32_t>(*group));
+  }
+  return tandem::Completions(connection, words, std::move(filters));
+}
 
 }  // namespace
 
@@ -62,7 +103,8 @@ int main(int argc, char** argv) {
   connection.rollout_address = absl::GetFlag(FLAGS_rollout);
   connection.timeout = absl::GetFlag(FLAGS_timeout);
   connection.json = absl::GetFlag(FLAGS_json);
-  const tandem::SubmitOptions submit{absl::GetFlag(FLAGS_watch), absl::GetFlag(FLAGS_set)};
+  const std::string tensorboard = absl::GetFlag(FLAGS_tensorboard);
+  const tandem::SubmitOptions submit{absl::GetFlag(FLAGS_watch), tensorboard, absl::GetFlag(FLAGS_set)};
 
   absl::Status status;
   if (command == "submit")
@@ -72,7 +114,7 @@ int main(int argc, char** argv) {
   else if (command == "jobs")
     status = tandem::ListJobs(connection, words);
   else if (command == "watch")
-    status = tandem::Watch(connection, words);
+    status = tandem::Watch(connection, words, tensorboard);
   else if (command == "cancel")
     status = tandem::Cancel(connection, words);
   else if (command == "pause")
@@ -80,9 +122,15 @@ int main(int argc, char** argv) {
   else if (command == "resume")
     status = tandem::Resume(connection, words);
   else if (command == "completions")
-    status = tandem::Completions(connection, words, absl::GetFlag(FLAGS_step), absl::GetFlag(FLAGS_limit));
+    status = Completions(connection, words);
+  else if (command == "compare")
+    status = tandem::Compare(connection, words);
+  else if (command == "history")
+    status = tandem::History(connection, words, tensorboard);
+  else if (command == "plot")
+    status = tandem::Plot(connection, words, {absl::GetFlag(FLAGS_png), absl::GetFlag(FLAGS_metrics)});
   else if (command == "export")
-    status = tandem::Export(connection, words);
+    status = tandem::Export(connection, words, {absl::GetFlag(FLAGS_merged), absl::GetFlag(FLAGS_best)});
   else if (command == "status")
     status = tandem::ShowStatus(connection, words);
   else if (command == "generate") {
@@ -90,6 +138,7 @@ int main(int argc, char** argv) {
     options.job = absl::GetFlag(FLAGS_job);
     options.messages = absl::GetFlag(FLAGS_messages);
     options.is_raw = absl::GetFlag(FLAGS_raw);
+    options.template_arguments = absl::GetFlag(FLAGS_template_arguments);
     options.num_completions = absl::GetFlag(FLAGS_n);
     options.sampling.set_temperature(absl::GetFlag(FLAGS_temperature));
     options.sampling.set_top_p(absl::GetFlag(FLAGS_top_p));

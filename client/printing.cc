@@ -6,6 +6,7 @@
 #include "absl/strings/ascii.h"
 #include "common/base/units.h"
 #include "google/protobuf/util/json_util.h"
+#include "nlohmann/json.hpp"
 
 namespace tandem {
 
@@ -93,6 +94,59 @@ std::string FormatMemoryPlan(const v1::MemoryPlan& plan) {
       &text, "\nestimate of a step at full length, at %.3g TFLOP/s and %.3g GB/s: generation %.3g s, training %.3g s",
       plan.flops_per_second() / 1e12, plan.bytes_per_second() / 1e9, plan.generation_seconds(), plan.training_seconds());
   return text;
+}
+
+std::string FormatDataCounts(const v1::DataCounts& counts) {
+  std::string text = absl::StrCat("data: ", counts.rows(), " rows: ", counts.trained(), " trained");
+  if (counts.held_out() > 0) absl::StrAppend(&text, ", ", counts.held_out(), " held out");
+  if (counts.too_short() > 0) absl::StrAppend(&text, ", ", counts.too_short(), " left out as too short");
+  if (counts.too_long() > 0) absl::StrAppend(&text, ", ", counts.too_long(), " left out as too long");
+  if (counts.evaluated() > 0) absl::StrAppend(&text, "; ", counts.evaluated(), " scored in evaluations");
+  return text;
+}
+
+std::string FormatColumns(const std::vector<std::string>& texts, std::size_t width, std::size_t gap) {
+  struct Line {
+    std::string text;
+    std::size_t length = 0;  // in code points
+  };
+  std::vector<std::vector<Line>> columns;
+  std::size_t num_lines = 0;
+  for (const std::string& text : texts) {
+    std::vector<Line> lines(1);
+    for (std::size_t i = 0; i < text.size();) {
+      std::size_t end = i + 1;
+      while (end < text.size() && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) ++end;
+      const bool is_break = text[i] == '\n';
+      if (is_break || lines.back().length == width) lines.emplace_back();
+      if (!is_break) {
+        // A control character would move the terminal's cursor.
+        lines.back().text += static_cast<unsigned char>(text[i]) < ' ' ? std::string(" ") : text.substr(i, end - i);
+        ++lines.back().length;
+      }
+      i = end;
+    }
+    num_lines = std::max(num_lines, lines.size());
+    columns.push_back(std::move(lines));
+  }
+  std::string table;
+  for (std::size_t row = 0; row < num_lines; ++row) {
+    std::string line;
+    std::size_t missing = 0;  // spaces up to the next column
+    for (const std::vector<Line>& column : columns) {
+      const Line cell = row < column.size() ? column[row] : Line();
+      line.append(cell.text.empty() ? 0 : missing, ' ');
+      if (!cell.text.empty()) missing = 0;
+      line += cell.text;
+      missing += width - cell.length + gap;
+    }
+    table += (row == 0 ? "" : "\n") + line;
+  }
+  return table;
+}
+
+std::string FormatComparison(const std::vector<std::string>& row, const std::string& kind) {
+  return nlohmann::ordered_json({{kind, row[0]}, {"a", row[1]}, {"b", row[2]}}).dump();
 }
 
 std::string EnumWord(const std::string& name, const std::string& prefix) {

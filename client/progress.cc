@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <optional>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -15,13 +14,6 @@ namespace {
 
 constexpr std::size_t kRecentSteps = 5;
 constexpr int kBarCells = 20;
-
-std::optional<double> ValueOf(const v1::StepMetrics& metrics, const std::string& name) {
-  for (const v1::NamedValue& value : metrics.values()) {
-    if (value.name() == name) return value.value();
-  }
-  return std::nullopt;
-}
 
 // A bar of eighth blocks over [0, 1].
 std::string Bar(double share) {
@@ -57,6 +49,13 @@ std::string FormatDuration(double seconds) {
   return absl::StrFormat("%ds", whole);
 }
 
+std::optional<double> ValueOf(const v1::StepMetrics& metrics, const std::string& name) {
+  for (const v1::NamedValue& value : metrics.values()) {
+    if (value.name() == name) return value.value();
+  }
+  return std::nullopt;
+}
+
 std::string ProgressPrinter::StepLine(const v1::StepMetrics& metrics, std::uint32_t num_steps) {
   const double reward = ValueOf(metrics, "reward").value_or(std::nan(""));
   if (std::isfinite(reward)) recent_rewards_.push_back(reward);
@@ -83,7 +82,15 @@ std::string ProgressPrinter::StepLine(const v1::StepMetrics& metrics, std::uint3
 std::string ProgressPrinter::EvaluationLine(const v1::EvaluationMetrics& metrics) {
   std::string line = absl::StrFormat("held-out after step %d: reward %.3f", metrics.step(), metrics.reward());
   for (const v1::NamedValue& value : metrics.rewards()) absl::StrAppendFormat(&line, "  %s %.3f", value.name(), value.value());
+  for (const v1::NamedValue& value : metrics.values()) {
+    absl::string_view name = value.name();
+    if (absl::ConsumePrefix(&name, "pass_at_")) absl::StrAppendFormat(&line, "  pass@%s %.3f", name, value.value());
+  }
   absl::StrAppendFormat(&line, "  (%d prompts)", metrics.num_prompts());
+  if (!metrics.metric().empty() && metrics.step() > 0) {
+    absl::StrAppendFormat(&line, "  best %s %.3f after step %d", metrics.metric(), metrics.best_value(), metrics.best_step());
+  }
+  if (metrics.stops_job()) absl::StrAppend(&line, "; it does not rise any more: the job ends here");
   return line;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <optional>
 #include <string>
 
 #include "proto/job.pb.h"
@@ -10,6 +11,8 @@ namespace tandem {
 
 // "1m 05s", "2h 03m", "12s".
 std::string FormatDuration(double seconds);
+
+std::optional<double> ValueOf(const v1::StepMetrics& metrics, const std::string& name);
 
 // Confined to one thread.
 class ProgressPrinter {

@@ -1,34 +1,12 @@
 #!/usr/bin/env python3
-"""Turns the events of a finished job (`tandem --json watch JOB`) into a table, a curve in the terminal, a PNG and a JSON report."""
+"""Turns the events of a finished job (`tandem --json watch JOB`) into a table and a JSON report."""
 import argparse
 import json
-import shutil
-import subprocess
 import sys
-import tempfile
 
 
 def named(values):
     return {v["name"]: v["value"] for v in values}
-
-
-def plot(curve, held_out, terminal, output=None):
-    """gnuplot draws the reward of each step, its mean over five steps, and the held-out reward before and after."""
-    with tempfile.NamedTemporaryFile("w", suffix=".dat") as steps, tempfile.NamedTemporaryFile("w", suffix=".dat") as held:
-        for i, (step, reward) in enumerate(curve):
-            window = [r for _, r in curve[max(0, i - 4): i + 1]]
-            steps.write(f"{step} {reward} {sum(window) / len(window)}\n")
-        held.writelines(f"{step} {reward}\n" for step, reward in held_out)
-        steps.flush()
-        held.flush()
-        script = f'set terminal {terminal}\n'
-        if output:
-            script += f'set output "{output}"\n'
-        script += ('set title "Reward of each step, and on held-out prompts"\nset xlabel "step"\nset ylabel "reward"\n'
-                   'set yrange [0:1.05]\nset key bottom right\nset grid\n'
-                   f'plot "{steps.name}" using 1:2 with points title "step", "{steps.name}" using 1:3 with lines lw 2 title "mean of five", '
-                   f'"{held.name}" using 1:2 with linespoints lw 2 title "held-out"\n')
-        return subprocess.run(["gnuplot"], input=script, text=True, capture_output=output is None, check=True).stdout
 
 
 def main():
@@ -38,7 +16,6 @@ def main():
     parser.add_argument("--seconds", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--report", required=True)
-    parser.add_argument("--plot", required=True)
     args = parser.parse_args()
 
     curve, evaluations = [], []
@@ -76,13 +53,6 @@ def main():
     if is_on_gpu:
         print(f"GPU: peak {memory['device_bytes'] / 2**20:.0f} MiB in use on the card, all processes; the pool is "
               f"{memory['device_pool_bytes'] / 2**20:.0f} MiB of it")
-    if not shutil.which("gnuplot"):
-        print("no gnuplot, so no curve")
-        return
-    held_out = [(e["step"], e["reward"]) for e in evaluations]
-    width = max(60, min(110, shutil.get_terminal_size().columns - 2))
-    print(plot(curve, held_out, f"dumb size {width},22"))
-    plot(curve, held_out, "pngcairo size 900,500", args.plot)
 
 
 main()

@@ -89,9 +89,12 @@ seconds=$((SECONDS - begin))
 tandem --json watch "$job" > "$work/events.jsonl"
 tandem --step="$steps" --limit=4 completions "$job" || true
 tandem export "$job" "$work/adapter"
+tandem --metrics=reward plot "$job" > "$work/curve.txt" || true
+tandem --metrics=reward --png="$reports/quickstart-reward.png" plot "$job" > /dev/null || true
 stop
 trap - EXIT
 
 python3 "$here/report.py" --events="$work/events.jsonl" --memory="$work/memory.json" --seconds="$seconds" --seed="$seed" \
-  --report="$reports/quickstart-report.json" --plot="$reports/quickstart-reward.png"
+  --report="$reports/quickstart-report.json"
+cat "$work/curve.txt"
 echo "start and training ${seconds} s   adapter: $work/adapter   logs: $work/*.log   report and curve: $reports/quickstart-re*"

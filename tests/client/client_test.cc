@@ -6,6 +6,8 @@
 
 #include "client/commands.h"
 #include "client/job_file.h"
+#include "client/job_history.h"
+#include "client/plot.h"
 #include "client/printing.h"
 #include "client/progress.h"
 #include "common/base/hash.h"
@@ -61,6 +63,23 @@ class RecordingTrainer final : public v1::JobService::Service {
     *response = plan;
     return grpc::Status::OK;
   }
+  grpc::Status Describe(grpc::ServerContext*, const v1::GetJobRequest* request, v1::JobDescription* response) override {
+    response->set_job_text(job_texts[request->job()]);
+    response->mutable_status()->set_state(v1::JOB_STATE_SUCCEEDED);
+    return grpc::Status::OK;
+  }
+  grpc::Status Watch(grpc::ServerContext*, const v1::WatchRequest* request,
+                     grpc::ServerWriter<v1::WatchResponse>* writer) override {
+    EXPECT_TRUE(request->until_now());
+    for (const v1::WatchResponse& event : histories[request->job()]) writer->Write(event);
+    return grpc::Status::OK;
+  }
+  grpc::Status Completions(grpc::ServerContext*, const v1::CompletionsRequest* request,
+                           grpc::ServerWriter<v1::CompletionRecord>* writer) override {
+    filters = *request;
+    for (const v1::CompletionRecord& record : completions) writer->Write(record);
+    return grpc::Status::OK;
+  }
   grpc::Status Export(grpc::ServerContext*, const v1::ExportRequest*, grpc::ServerWriter<v1::ExportResponse>* writer) override {
     for (const auto& [name, bytes] : files) {
       v1::ExportResponse response;
@@ -72,7 +91,10 @@ class RecordingTrainer final : public v1::JobService::Service {
     return grpc::Status::OK;
   }
 
-  std::map<std::string, std::string> contents, files;
+  std::map<std::string, std::string> contents, files, job_texts;
+  std::map<std::string, std::vector<v1::WatchResponse>> histories;
+  std::vector<v1::CompletionRecord> completions;
+  v1::CompletionsRequest filters;
   std::size_t largest_piece = 0;
   int num_uploads = 0;
   std::string job_text;
@@ -181,12 +203,12 @@ TEST_F(ClientTest, MissingDataFileIsNamed) {
 TEST_F(ClientTest, ExportWritesFilesAndRefusesNamesThatLeaveTheDirectory) {
   const std::string directory = FreshDirectory("export");
   trainer_.files = {{"adapter_config.json", "{}"}, {"adapter_model.safetensors", "bytes"}};
-  ASSERT_TRUE(Export(connection_, {"addition-1", directory + "/out"}).ok());
+  ASSERT_TRUE(Export(connection_, {"addition-1", directory + "/out"}, {}).ok());
   EXPECT_EQ(ReadFile(directory + "/out/adapter_model.safetensors"), "bytes");
-  EXPECT_TRUE(absl::IsAlreadyExists(Export(connection_, {"addition-1", directory + "/out"})));
+  EXPECT_TRUE(absl::IsAlreadyExists(Export(connection_, {"addition-1", directory + "/out"}, {})));
 
   trainer_.files = {{"../escaped", "bytes"}};
-  EXPECT_TRUE(absl::IsInvalidArgument(Export(connection_, {"addition-1", directory + "/out2"})));
+  EXPECT_TRUE(absl::IsInvalidArgument(Export(connection_, {"addition-1", directory + "/out2"}, {})));
   EXPECT_FALSE(std::filesystem::exists(directory + "/escaped"));
 }
 
@@ -195,6 +217,148 @@ TEST_F(ClientTest, UnreachableServerIsNamedWithItsAddress) {
   const absl::Status status = ListJobs(connection_, {});
   EXPECT_TRUE(absl::IsUnavailable(status));
   EXPECT_THAT(std::string(status.message()), HasSubstr("trainer_server at 127.0.0.1:1"));
+}
+
+// Three steps, and an evaluation before and after.
+std::vector<v1::WatchResponse> SmallHistory(double reward) {
+  std::vector<v1::WatchResponse> events(7);
+  events[0].mutable_data()->set_rows(10);
+  events[0].mutable_data()->set_trained(10);
+  const auto add = [](v1::StepMetrics* step, const char* name, double value) {
+    v1::NamedValue* const added = step->add_values();
+    added->set_name(name);
+    added->set_value(value);
+  };
+  events[1].mutable_evaluation()->set_reward(reward / 2);
+  for (int i = 0; i < 3; ++i) {
+    v1::StepMetrics* const step = events[static_cast<std::size_t>(2 + i)].mutable_step();
+    step->set_step(static_cast<std::uint32_t>(i + 1));
+    add(step, "reward", reward + i);
+    add(step, "grad_norm", 0.5);
+    add(step, "step_time", 2);
+  }
+  events[5].mutable_evaluation()->set_step(3);
+  events[5].mutable_evaluation()->set_reward(reward * 2);
+  events[6].mutable_status()->set_job("addition-1");
+  events[6].mutable_status()->set_submitted_at("2026-11-30T10:00:00Z");
+  return events;
+}
+
+// Read by an implementation of its own, which checks every checksum.
+TEST_F(ClientTest, EventFileIsWhatTensorBoardReads) {
+  EXPECT_EQ(MaskedCrc32c("123456789"), ((0xe3069283u >> 15) | (0xe3069283u << 17)) + 0xa282ead8u) << "CRC-32C's check value";
+  const std::string directory = FreshDirectory("tensorboard");
+  trainer_.histories["addition-1"] = SmallHistory(1);
+  ASSERT_TRUE(History(connection_, {"addition-1"}, directory).ok());
+  const std::string path = directory + "/addition-1/events.out.tfevents.1796032800.tandem";
+  const std::string bytes = ReadFile(path);
+  ASSERT_FALSE(bytes.empty());
+  const auto read = [](const std::string& file) {
+    std::FILE* const reader = ::popen(("python3 " TANDEM_CLIENT_TEST_DIR "/read_event_file.py '" + file + "' 2>&1").c_str(), "r");
+    std::string text;
+    for (int c = std::fgetc(reader); c != EOF; c = std::fgetc(reader)) text += static_cast<char>(c);
+    return ::pclose(reader) == 0 ? text : "refused: " + text;
+  };
+  EXPECT_EQ(read(path),
+            R"({"step": 0, "values": {}, "wall_time": 1796032800.0, "version": "brain.Event:2"}
+{"step": 0, "values": {"evaluation/reward": 0.5, "evaluation/num_prompts": 0.0}, "wall_time": 1796032800.0}
+{"step": 1, "values": {"reward": 1.0, "grad_norm": 0.5, "step_time": 2.0}, "wall_time": 1796032802.0}
+{"step": 2, "values": {"reward": 2.0, "grad_norm": 0.5, "step_time": 2.0}, "wall_time": 1796032804.0}
+{"step": 3, "values": {"reward": 3.0, "grad_norm": 0.5, "step_time": 2.0}, "wall_time": 1796032806.0}
+{"step": 3, "values": {"evaluation/reward": 2.0, "evaluation/num_prompts": 0.0}, "wall_time": 1796032806.0}
+)");
+  ASSERT_TRUE(History(connection_, {"addition-1"}, directory).ok());
+  EXPECT_EQ(ReadFile(path), bytes) << "written again, not appended to";
+  std::string damaged = bytes;
+  damaged[damaged.size() - 8] ^= 1;
+  WriteFile(path, damaged);
+  EXPECT_THAT(read(path), HasSubstr("refused: "));
+}
+
+TEST_F(ClientTest, HistoryIsOneFlatObjectALine) {
+  trainer_.histories["addition-1"] = SmallHistory(1);
+  ::testing::internal::CaptureStdout();
+  ASSERT_TRUE(History(connection_, {"addition-1"}, "").ok());
+  const std::string text = ::testing::internal::GetCapturedStdout();
+  EXPECT_THAT(text, HasSubstr(R"({"kind":"data","step":0,"rows":10,"trained":10,"held_out":0,)"));
+  EXPECT_THAT(text, HasSubstr("\n"
+                              R"({"kind":"step","step":2,"reward":2.0,"grad_norm":0.5,"step_time":2.0})"
+                              "\n"));
+  EXPECT_THAT(text, HasSubstr(R"({"kind":"evaluation","step":3,"reward":2.0,"num_prompts":0.0})"));
+}
+
+TEST_F(ClientTest, CompareShowsSettingsThatDifferAndWhatCameOfThem) {
+  trainer_.job_texts = {{"a-1", "seed: 1 num_steps: 3 rewards { name: \"r\" weight: 1 } loss { beta: 0 }"},
+                        {"b-2", "seed: 1 num_steps: 3 rewards { name: \"r\" weight: 0.5 } loss { beta: 0.04 }"}};
+  trainer_.histories = {{"a-1", SmallHistory(1)}, {"b-2", SmallHistory(4)}};
+  ::testing::internal::CaptureStdout();
+  ASSERT_TRUE(Compare(connection_, {"a-1", "b-2"}).ok());
+  const std::string text = ::testing::internal::GetCapturedStdout();
+  for (const char* line : {"rewards[0].weight  1    0.5", "loss.beta          0    0.04"}) EXPECT_THAT(text, HasSubstr(line));
+  for (const char* name : {"seed", "num_steps", "rewards[0].name"}) EXPECT_THAT(text, Not(HasSubstr(name)));
+  EXPECT_THAT(text, ::testing::ContainsRegex("held-out reward, last +2 +8"));
+  EXPECT_THAT(text, ::testing::ContainsRegex("\nreward +2 +5"));
+  EXPECT_TRUE(absl::IsInvalidArgument(Compare(connection_, {"a-1"})));
+}
+
+TEST_F(ClientTest, PlotDrawsWhatWasRecorded) {
+  const std::string png = FreshDirectory("plot") + "/it's.png";
+  trainer_.histories = {{"addition-1", SmallHistory(1)}, {"new-1", {SmallHistory(1)[0], SmallHistory(1)[6]}}};
+  ASSERT_TRUE(Plot(connection_, {"addition-1"}, {png, {}}).ok());
+  EXPECT_EQ(ReadFile(png).substr(0, 8), "\x89PNG\r\n\x1a\n");
+  const auto history = FetchHistory(connection_, "addition-1");
+  ASSERT_TRUE(history.ok());
+  const auto panels = MakePanels(*history, {});
+  ASSERT_TRUE(panels.ok());
+  ASSERT_EQ(panels->size(), 2u) << "reward and gradient norm";
+  ASSERT_EQ((*panels)[0].curves.size(), 3u);
+  EXPECT_EQ((*panels)[0].curves[1].points, (std::vector<std::pair<double, double>>{{1, 1}, {2, 1.5}, {3, 2}})) << "means";
+  EXPECT_EQ((*panels)[0].curves[2].points, (std::vector<std::pair<double, double>>{{0, 0.5}, {3, 2}})) << "held-out";
+  const absl::Status unknown = Plot(connection_, {"addition-1"}, {png, {"kl"}});
+  EXPECT_THAT(std::string(unknown.message()), HasSubstr("recorded no 'kl'; it has: reward, grad_norm, step_time"));
+  EXPECT_TRUE(absl::IsFailedPrecondition(Plot(connection_, {"new-1"}, {png, {}})));
+}
+
+TEST_F(ClientTest, CompletionsOfOneGroupStandSideBySide) {
+  for (int member = 0; member < 4; ++member) {
+    v1::CompletionRecord record;
+    record.set_step(7);
+    record.set_group_index(2);
+    record.set_member_index(static_cast<std::uint32_t>(member));
+    record.set_prompt("7 + 9 = ?");
+    record.set_completion(absl::StrCat("answer ", member));
+    trainer_.completions.push_back(record);
+  }
+  v1::CompletionsRequest filters;
+  filters.set_step(7);
+  filters.set_group_index(2);
+  filters.set_min_reward(0.5);
+  ::testing::internal::CaptureStdout();
+  ASSERT_TRUE(Completions(connection_, {"addition-1"}, filters).ok());
+  const std::string text = ::testing::internal::GetCapturedStdout();
+  EXPECT_EQ(trainer_.filters.min_reward(), 0.5);
+  EXPECT_EQ(text.find("7 + 9"), text.rfind("7 + 9")) << "the prompt once";
+  EXPECT_THAT(text, ::testing::ContainsRegex("answer 0 +answer 1 +answer 2"));
+  trainer_.completions.clear();
+  ::testing::internal::CaptureStdout();
+  ASSERT_TRUE(Completions(connection_, {"addition-1"}, filters).ok());
+  EXPECT_EQ(::testing::internal::GetCapturedStdout(), "no completion passes the filters\n");
+}
+
+TEST(PrintingTest, ColumnsWrapByCharactersAndKeepTheirPlaces) {
+  EXPECT_EQ(FormatColumns({"äöüß12", "a\nb"}, 4, 2), "äöüß  a\n12    b");
+  EXPECT_EQ(FormatColumns({"a", "b\nc", "d\ne\x1b"}, 2, 1), "a  b  d\n   c  e ");
+}
+
+TEST(PrintingTest, DataCountsAreOneLine) {
+  v1::DataCounts counts;
+  counts.set_rows(100);
+  counts.set_trained(80);
+  counts.set_held_out(10);
+  counts.set_too_long(10);
+  counts.set_evaluated(10);
+  EXPECT_EQ(FormatDataCounts(counts),
+            "data: 100 rows: 80 trained, 10 held out, 10 left out as too long; 10 scored in evaluations");
 }
 
 TEST(ProgressTest, LineShowsStepRewardFunctionsLengthAndTimeLeft) {

@@ -6,10 +6,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cinttypes>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
+#include <iterator>
 
 #include "absl/strings/str_format.h"
 #include "google/protobuf/util/json_util.h"
@@ -21,6 +24,8 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
+// By HistoryEvent::Kind.
+constexpr const char* kKinds[] = {"step", "evaluation", "data"};
 constexpr char kTimes[] = "times";
 constexpr char kKind[] = "kind";
 constexpr char kStep[] = "step";
@@ -35,9 +40,28 @@ absl::Status SystemError(const std::string& what) {
 
 }  // namespace
 
+HistoryEvent DataEvent(const v1::DataCounts& counts) {
+  HistoryEvent event{.kind = HistoryEvent::Kind::kData, .step = 0, .values = {}, .times = {}};
+  const auto* const fields = v1::DataCounts::descriptor();
+  for (int i = 0; i < fields->field_count(); ++i) {
+    const auto count = counts.GetReflection()->GetUInt64(counts, fields->field(i));
+    event.values.emplace_back(fields->field(i)->name(), static_cast<double>(count));
+  }
+  return event;
+}
+
+v1::DataCounts DataCountsOf(const NamedValues& values) {
+  v1::DataCounts counts;
+  for (const auto& [name, value] : values) {
+    const auto* const field = v1::DataCounts::descriptor()->FindFieldByName(name);
+    if (field != nullptr) counts.GetReflection()->SetUInt64(&counts, field, static_cast<std::uint64_t>(value));
+  }
+  return counts;
+}
+
 std::string ToJsonLine(const HistoryEvent& event) {
   OrderedJson json;
-  json[kKind] = event.kind == HistoryEvent::Kind::kStep ? "step" : "evaluation";
+  json[kKind] = kKinds[static_cast<std::size_t>(event.kind)];
   json[kStep] = event.step;
   for (const auto& [name, value] : event.values) {
     if (std::isfinite(value)) json[name] = value;
@@ -55,7 +79,9 @@ std::optional<HistoryEvent> FromJsonLine(const std::string& line) {
   if (!json.is_object() || !json.contains(kKind) || !json.contains(kStep) || !json[kStep].is_number_unsigned())
     return std::nullopt;
   HistoryEvent event;
-  event.kind = json[kKind] == "evaluation" ? HistoryEvent::Kind::kEvaluation : HistoryEvent::Kind::kStep;
+  const auto* const kind = std::ranges::find(kKinds, json[kKind]);
+  if (kind == std::end(kKinds)) return std::nullopt;
+  event.kind = static_cast<HistoryEvent::Kind>(kind - kKinds);
   event.step = json[kStep].get<std::uint64_t>();
   for (const auto& [name, value] : json.items()) {
     if (name != kStep && value.is_number()) event.values.emplace_back(name, value.get<double>());
@@ -141,6 +167,21 @@ std::optional<HistoryEvent> HistoryReader::Next() {
     if (file.gcount() <= 0) return std::nullopt;
     pending_.append(piece, 0, static_cast<std::size_t>(file.gcount()));
   }
+}
+
+std::vector<std::uint64_t> StepsWithCompletions(const std::string& directory) {
+  std::vector<std::uint64_t> steps;
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry(directory + "/completions", error), end; !error && entry != end;
+       entry.increment(error)) {
+    std::uint64_t step = 0;
+    const std::string name = entry->path().filename().string();
+    if (std::sscanf(name.c_str(), "step-%" SCNu64 ".jsonl", &step) == 1 && CompletionsPath(directory, step).ends_with(name)) {
+      steps.push_back(step);
+    }
+  }
+  std::ranges::sort(steps);
+  return steps;
 }
 
 absl::Status ReadCompletions(const std::string& directory, std::uint64_t step,

@@ -1,7 +1,8 @@
 // What a job has done, as JSONL a person or a script reads: history.jsonl with one object a step or evaluation, and the
 // completions of each step. Written by the trainer thread; read by any thread, from the files.
 //
-// A line of history.jsonl: {"kind": "step", "step": 3, "loss": ..., "reward": ..., "times": {"step_time": ...}} or
+// A line of history.jsonl: {"kind": "data", "step": 0, "rows": 400, "trained": 336, ...}, the first;
+// {"kind": "step", "step": 3, "loss": ..., "reward": ..., "times": {"step_time": ...}} or
 // {"kind": "evaluation", "step": 0, "reward": ..., "rewards/<name>/mean": ..., "num_prompts": 64, "times": {...}}. Two runs of
 // one job differ only under "times".
 #pragma once
@@ -23,12 +24,16 @@ namespace tandem {
 using NamedValues = std::vector<std::pair<std::string, double>>;
 
 struct HistoryEvent {
-  enum class Kind { kStep, kEvaluation };
+  enum class Kind { kStep, kEvaluation, kData };
   Kind kind = Kind::kStep;
   std::uint64_t step = 0;
   NamedValues values;  // functions of the job and its data alone
   NamedValues times;   // seconds, and rates made of them
 };
+
+// The counts of a job's data set as an event, and back.
+HistoryEvent DataEvent(const v1::DataCounts& counts);
+v1::DataCounts DataCountsOf(const NamedValues& values);
 
 // A value that is not finite is left out: JSON has no word for it.
 std::string ToJsonLine(const HistoryEvent& event);
@@ -69,6 +74,8 @@ class HistoryReader {
   std::string pending_;
 };
 
+// Steps whose completions are there, ascending.
+std::vector<std::uint64_t> StepsWithCompletions(const std::string& directory);
 // Calls `visit` for the completions of a step until it returns false. Errors: NOT_FOUND naming the step.
 absl::Status ReadCompletions(const std::string& directory, std::uint64_t step,
                              const std::function<bool(const v1::CompletionRecord& record)>& visit);
