@@ -23,7 +23,7 @@ LIBTORCH_ROOMS = ("common/torch/", "rollout_server/model/", "trainer_server/poli
                   "trainer_server/step/", "trainer_server/publish/", "trainer_server/checkpoint/", "tests/")
 GRPC = re.compile(r"grpc(pp)?/|.*\.grpc\.pb\.h$")
 GRPC_ROOMS = ("common/rpc/", "common/sharing/", "rollout_server/service/", "trainer_server/service/", "trainer_server/rollout/",
-              "trainer_server/publish/", "rollout_server/main.cc", "trainer_server/main.cc", "client/", "tests/")
+              "trainer_server/publish/", "trainer_server/reward/remote_reward.cc", "rollout_server/main.cc", "trainer_server/main.cc", "client/", "tests/")
 INCLUDE = re.compile(r'^\s*#\s*include\s+(["<])([^">]+)[">]', re.MULTILINE)
 
 

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "absl/strings/ascii.h"
 #include "trainer_server/reward/reward_functions.h"
 #include "unicode/unistr.h"
 
@@ -74,6 +75,33 @@ std::string FoldCase(std::string_view text) {
 std::string_view TrimSpace(std::string_view text) {
   text = SkipSpace(text);
   return text.substr(0, text.find_last_not_of(kSpace) + 1);
+}
+
+std::size_t TextPieceEnd(std::string_view text, std::size_t begin, std::size_t limit) {
+  if (text.size() - begin <= limit) return text.size();
+  std::size_t end = begin + limit;
+  while (end > begin + 1 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  return end;
+}
+
+std::optional<std::string> LastCodeBlock(std::string_view text, const std::function<bool(std::string_view language)>& is_wanted) {
+  std::optional<std::string> last, open;
+  std::string language;
+  while (!text.empty()) {
+    const std::size_t end = std::min(text.find('\n'), text.size());
+    const std::string_view line = text.substr(0, end), trimmed = TrimSpace(line);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    if (!trimmed.starts_with("```")) {
+      if (open.has_value()) open->append(line).append("\n");
+    } else if (!open.has_value()) {
+      open = "";
+      language = absl::AsciiStrToLower(ToAbsl(TrimSpace(trimmed.substr(3))));
+    } else {
+      if (is_wanted(language)) last = std::move(open);
+      open.reset();
+    }
+  }
+  return last;
 }
 
 std::optional<std::string_view> TextInTag(std::string_view text, std::string_view tag) {

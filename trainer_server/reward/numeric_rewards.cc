@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <numbers>
 
 #include "trainer_server/reward/math_value.h"
 #include "trainer_server/reward/number_text.h"
@@ -181,6 +182,30 @@ RewardFormula MakeMathAnswer(const v1::MathAnswer& config, const RewardIdentity&
     const std::optional<MathValue> given =
         marked.has_value() ? ParseMathValue(MathAnswerText(*marked, units)) : FindLastMathValue(PlainMath(completion));
     return given.has_value() && IsSameValue(*given, *right_value, config.tolerance()) ? 1.0 : 0.0;
+  };
+}
+
+RewardFormula MakeCosineLength(const v1::CosineLength& config, const RewardIdentity& identity, RewardFaults* faults) {
+  RewardFormula is_correct = MakeMathAnswer(config.answer(), identity, faults);
+  if (config.max_tokens() < 1) faults->Add("max_tokens", absl::StrCat(config.max_tokens(), ", must be >= 1"));
+  struct Ends {
+    double at_zero, at_max;
+  };
+  const Ends correct{config.has_correct_short() ? config.correct_short() : 1.0,
+                     config.has_correct_long() ? config.correct_long() : 0.5};
+  const Ends wrong{config.has_wrong_short() ? config.wrong_short() : -1.0, config.has_wrong_long() ? config.wrong_long() : -0.5};
+  for (const auto& [field, value] : {std::pair("correct_short", correct.at_zero), std::pair("correct_long", correct.at_max),
+                                     std::pair("wrong_short", wrong.at_zero), std::pair("wrong_long", wrong.at_max),
+                                     std::pair("truncated", config.truncated())}) {
+    if (!std::isfinite(value)) faults->Add(field, absl::StrCat(value, ", must be finite"));
+  }
+  return [is_correct, correct, wrong, config](const RewardInput& input) -> absl::StatusOr<std::optional<double>> {
+    TANDEM_ASSIGN_OR_RETURN(const std::optional<double> given, is_correct(input));
+    if (!given.has_value()) return given;
+    if (input.is_truncated && config.has_truncated()) return config.truncated();
+    const Ends& ends = *given == 1 ? correct : wrong;
+    const double share = std::min(1.0, static_cast<double>(input.completion_tokens) / config.max_tokens());
+    return ends.at_max + 0.5 * (ends.at_zero - ends.at_max) * (1 + std::cos(share * std::numbers::pi));
   };
 }
 

@@ -1,10 +1,8 @@
-#define PCRE2_CODE_UNIT_WIDTH 8
-#include <pcre2.h>
-
 #include <algorithm>
 #include <cctype>
 
 #include "absl/strings/ascii.h"
+#include "trainer_server/reward/bounded_pattern.h"
 #include "trainer_server/reward/reward_functions.h"
 #include "unicode/uchar.h"
 #include "unicode/unistr.h"
@@ -48,37 +46,6 @@ std::optional<int> LastChoice(std::string_view text, int num_choices) {
     if (IsChoiceAt(text, i, num_choices)) return text[i] - 'A';
   }
   return std::nullopt;
-}
-
-// ---- Regular expression ------------------------------------------------------------------------------------------------------
-
-constexpr std::size_t kMaxPatternBytes = 4096;
-constexpr std::int64_t kMaxMatchWork = 4'000'000;
-constexpr std::uint32_t kMatchHeapKib = 64 * 1024;
-
-struct FreeCode {
-  void operator()(pcre2_code* code) const { pcre2_code_free(code); }
-};
-struct FreeMatchData {
-  void operator()(pcre2_match_data* data) const { pcre2_match_data_free(data); }
-};
-struct FreeMatchContext {
-  void operator()(pcre2_match_context* context) const { pcre2_match_context_free(context); }
-};
-
-// PCRE2's match limit starts anew at each position of the text. Work counts over all of them: one for each item of the pattern
-// that is tried, and the distance that the match moved since the last.
-struct MatchWork {
-  std::int64_t work = 0;
-  PCRE2_SIZE position = 0;
-};
-
-int CountWork(pcre2_callout_block* block, void* data) {
-  auto* work = static_cast<MatchWork*>(data);
-  const PCRE2_SIZE at = block->current_position;
-  work->work += 1 + static_cast<std::int64_t>(std::max(at, work->position) - std::min(at, work->position));
-  work->position = at;
-  return work->work > kMaxMatchWork ? PCRE2_ERROR_MATCHLIMIT : 0;
 }
 
 // ---- E-mail ------------------------------------------------------------------------------------------------------------------
@@ -161,40 +128,13 @@ RewardFormula MakeMultipleChoice(const v1::MultipleChoice& config, const RewardI
 }
 
 RewardFormula MakeRegularExpression(const v1::RegularExpression& config, RewardFaults* faults) {
-  const std::string& pattern = config.pattern();
-  if (pattern.empty() || pattern.size() > kMaxPatternBytes) {
-    faults->Add("pattern", absl::StrCat(pattern.size(), " bytes, must be 1 to ", kMaxPatternBytes));
+  const absl::StatusOr<BoundedPattern> pattern = BoundedPattern::Compile(config.pattern());
+  if (!pattern.ok()) {
+    faults->Add("pattern", std::string(pattern.status().message()));
     return nullptr;
   }
-  constexpr std::uint32_t kOptions =
-      PCRE2_UTF | PCRE2_UCP | PCRE2_MATCH_INVALID_UTF | PCRE2_AUTO_CALLOUT | PCRE2_NEVER_BACKSLASH_C;
-  int error = 0;
-  PCRE2_SIZE error_at = 0;
-  const std::shared_ptr<pcre2_code> code(
-      pcre2_compile(reinterpret_cast<PCRE2_SPTR>(pattern.data()), pattern.size(), kOptions, &error, &error_at, nullptr),
-      FreeCode());
-  if (code == nullptr) {
-    PCRE2_UCHAR message[256] = {};
-    pcre2_get_error_message(error, message, sizeof(message));
-    faults->Add("pattern",
-                absl::StrCat("'", pattern, "', fails at byte ", error_at, ": ", reinterpret_cast<const char*>(message)));
-    return nullptr;
-  }
-  std::uint32_t last_back_reference = 0;
-  pcre2_pattern_info(code.get(), PCRE2_INFO_BACKREFMAX, &last_back_reference);
-  if (last_back_reference > 0) {
-    faults->Add("pattern",
-                absl::StrCat("'", pattern, "', refers back to group ", last_back_reference, ", must have no back references"));
-  }
-  return [code, is_full = config.full()](const RewardInput& input) -> absl::StatusOr<std::optional<double>> {
-    const std::unique_ptr<pcre2_match_data, FreeMatchData> data(pcre2_match_data_create(1, nullptr));
-    const std::unique_ptr<pcre2_match_context, FreeMatchContext> context(pcre2_match_context_create(nullptr));
-    MatchWork work;
-    pcre2_set_callout(context.get(), CountWork, &work);
-    pcre2_set_heap_limit(context.get(), kMatchHeapKib);
-    const int matched = pcre2_match(code.get(), reinterpret_cast<PCRE2_SPTR>(input.completion.data()), input.completion.size(), 0,
-                                    is_full ? PCRE2_ANCHORED | PCRE2_ENDANCHORED : 0, data.get(), context.get());
-    return matched >= 0 ? 1.0 : 0.0;
+  return [pattern = *pattern, is_full = config.full()](const RewardInput& input) -> absl::StatusOr<std::optional<double>> {
+    return pattern.Matches(input.completion, is_full) ? 1.0 : 0.0;
   };
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_join.h"
+#include "trainer_server/reward/external_rewards.h"
 #include "trainer_server/reward/reward_functions.h"
 
 namespace tandem {
@@ -18,7 +19,15 @@ class FormulaReward final : public RewardFunction {
 
   const std::string& name() const override { return identity_.name; }
   double weight() const override { return identity_.weight; }
-  absl::StatusOr<std::optional<double>> Score(const RewardInput& input) const override { return formula_(input); }
+  absl::StatusOr<RewardColumn> Score(std::span<const RewardInput> completions, const RewardCall&) const override {
+    RewardColumn rewards;
+    for (std::size_t i = 0; i < completions.size(); ++i) {
+      const absl::StatusOr<std::optional<double>> reward = formula_(completions[i]);
+      if (!reward.ok()) return Annotate(reward.status(), absl::StrCat("scoring completion ", i));
+      rewards.push_back(*reward);
+    }
+    return rewards;
+  }
   std::vector<std::string> required_fields() const override { return required_fields_; }
 
  private:
@@ -31,11 +40,24 @@ RewardFormula MakeEndedByItself() {
   return [](const RewardInput& input) -> absl::StatusOr<std::optional<double>> { return input.is_truncated ? 0.0 : 1.0; };
 }
 
+// Functions of a kind that may fail for reasons of their own.
+bool MayFail(v1::RewardConfig::FunctionCase function) {
+  return function == v1::RewardConfig::kPythonFunction || function == v1::RewardConfig::kRemote ||
+         function == v1::RewardConfig::kCodeTests;
+}
+
 // The name of the function that is set, as job.proto writes it; empty when none is.
 std::string FunctionName(const v1::RewardConfig& config) {
   const auto* set =
       config.GetReflection()->GetOneofFieldDescriptor(config, v1::RewardConfig::descriptor()->FindOneofByName("function"));
   return set == nullptr ? std::string() : set->name();
+}
+
+// A function that the user named bears that name in logs.
+std::string DefaultName(const v1::RewardConfig& config, const std::string& function) {
+  if (config.has_python_function()) return config.python_function().function();
+  if (config.has_remote()) return config.remote().function();
+  return function;
 }
 
 std::string KnownFunctions() {
@@ -79,18 +101,24 @@ std::unique_ptr<RewardFunction> MakeFormulaReward(RewardIdentity identity, std::
   return std::make_unique<FormulaReward>(std::move(identity), std::move(required_fields), std::move(formula));
 }
 
-absl::StatusOr<std::unique_ptr<RewardFunction>> MakeRewardFunction(const v1::RewardConfig& config,
-                                                                   const std::string& field_path) {
+absl::StatusOr<std::unique_ptr<RewardFunction>> MakeRewardFunction(const v1::RewardConfig& config, const std::string& field_path,
+                                                                   const RewardSurroundings& surroundings) {
   const std::string function = FunctionName(config);
-  RewardIdentity identity{.name = config.name().empty() ? function : config.name(), .weight = config.weight()};
+  RewardIdentity identity{.name = config.name().empty() ? DefaultName(config, function) : config.name(),
+                          .weight = config.weight()};
   RewardFaults own(field_path), inner(absl::StrCat(field_path, function, "."));
-  if (!config.name().empty() && !IsLogName(config.name())) {
-    own.Add("name", absl::StrCat("'", config.name(), "', must be 1 to 64 letters, digits, _, - and ."));
+  if (!function.empty() && !IsLogName(identity.name)) {
+    own.Add("name", absl::StrCat("'", identity.name, "', must be 1 to 64 letters, digits, _, - and ."));
   }
   if (!std::isfinite(config.weight()) || config.weight() == 0) {
     own.Add("weight", absl::StrCat(config.weight(), ", must be finite and not 0"));
   }
+  if (config.on_failure() != v1::REWARD_FAILURE_POLICY_UNSPECIFIED && !MayFail(config.function_case())) {
+    own.Add("on_failure", "has no meaning here, is for python_function, remote and code_tests");
+  }
+  const FailurePolicy policy(identity, config.on_failure());
   RewardFormula formula;
+  std::unique_ptr<RewardFunction> made;
   std::vector<std::string> required_fields;
   switch (config.function_case()) {
     case v1::RewardConfig::kNumericAnswer:
@@ -146,6 +174,23 @@ absl::StatusOr<std::unique_ptr<RewardFunction>> MakeRewardFunction(const v1::Rew
     case v1::RewardConfig::kEmailChecklist:
       formula = MakeEmailChecklist(config.email_checklist(), &inner);
       break;
+    case v1::RewardConfig::kJsonSchema:
+      formula = MakeJsonSchema(config.json_schema(), identity, &inner);
+      if (!config.json_schema().schema_field().empty()) required_fields = {config.json_schema().schema_field()};
+      break;
+    case v1::RewardConfig::kCosineLength:
+      formula = MakeCosineLength(config.cosine_length(), identity, &inner);
+      required_fields = {config.cosine_length().answer().answer_field()};
+      break;
+    case v1::RewardConfig::kPythonFunction:
+      made = MakePythonReward(config.python_function(), policy, surroundings, &inner);
+      break;
+    case v1::RewardConfig::kRemote:
+      made = MakeRemoteReward(config.remote(), policy, &inner);
+      break;
+    case v1::RewardConfig::kCodeTests:
+      made = MakeCodeTests(config.code_tests(), policy, surroundings, &inner);
+      break;
     case v1::RewardConfig::FUNCTION_NOT_SET:
       own.Add("function", absl::StrCat("none is set, must be one of ", KnownFunctions()));
       break;
@@ -153,6 +198,7 @@ absl::StatusOr<std::unique_ptr<RewardFunction>> MakeRewardFunction(const v1::Rew
   std::vector<std::string> faults = own.lines();
   faults.insert(faults.end(), inner.lines().begin(), inner.lines().end());
   if (!faults.empty()) return absl::InvalidArgumentError(absl::StrJoin(faults, "\n"));
+  if (made != nullptr) return made;
   return MakeFormulaReward(std::move(identity), std::move(required_fields), std::move(formula));
 }
 

@@ -50,6 +50,8 @@ RewardFormula MakeLengthTarget(const v1::LengthTarget& config, RewardFaults* fau
 RewardFormula MakeScriptShare(const v1::ScriptShare& config, RewardFaults* faults);
 RewardFormula MakeNumericBands(const v1::NumericBands& config, const RewardIdentity& identity, RewardFaults* faults);
 RewardFormula MakeEmailChecklist(const v1::EmailChecklist& config, RewardFaults* faults);
+RewardFormula MakeJsonSchema(const v1::JsonSchema& config, const RewardIdentity& identity, RewardFaults* faults);
+RewardFormula MakeCosineLength(const v1::CosineLength& config, const RewardIdentity& identity, RewardFaults* faults);
 
 void CheckAnswerField(const std::string& field, RewardFaults* faults);
 // The row's field. nullptr: it is null. Errors: INVALID_ARGUMENT (RowFieldError) when there is none.
@@ -61,6 +63,12 @@ std::string FoldCase(std::string_view text);
 
 // Text without the ASCII space around it.
 std::string_view TrimSpace(std::string_view text);
+
+// Where a piece of at most `limit` bytes that begins at `begin` ends: between two characters, the text's end at most.
+std::size_t TextPieceEnd(std::string_view text, std::size_t begin, std::size_t limit);
+
+// What stands in the last fenced code block that is closed. `is_wanted`: of its language, in lower case.
+std::optional<std::string> LastCodeBlock(std::string_view text, const std::function<bool(std::string_view language)>& is_wanted);
 
 // What stands inside the last complete <tag>..</tag>.
 std::optional<std::string_view> TextInTag(std::string_view text, std::string_view tag);

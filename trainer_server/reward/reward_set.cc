@@ -25,13 +25,14 @@ RewardSet::RewardSet(std::vector<std::unique_ptr<RewardFunction>> functions) : f
   }
 }
 
-absl::StatusOr<RewardSet> RewardSet::Create(const google::protobuf::RepeatedPtrField<v1::RewardConfig>& configs) {
+absl::StatusOr<RewardSet> RewardSet::Create(const google::protobuf::RepeatedPtrField<v1::RewardConfig>& configs,
+                                            const RewardSurroundings& surroundings) {
   TANDEM_RETURN_IF_ERROR(CheckCount(static_cast<std::size_t>(configs.size())));
   std::vector<std::unique_ptr<RewardFunction>> functions;
   std::vector<std::string> faults;
   std::set<std::string> names;
   for (int i = 0; i < configs.size(); ++i) {
-    auto function = MakeRewardFunction(configs[i], absl::StrCat("rewards[", i, "]."));
+    auto function = MakeRewardFunction(configs[i], absl::StrCat("rewards[", i, "]."), surroundings);
     if (!function.ok()) {
       faults.emplace_back(function.status().message());
       continue;
@@ -56,22 +57,38 @@ absl::StatusOr<RewardSet> RewardSet::Create(std::vector<std::unique_ptr<RewardFu
   return RewardSet(std::move(functions));
 }
 
-absl::StatusOr<RewardTable> RewardSet::Score(std::span<const RewardInput> completions) const {
-  RewardTable table;
-  for (std::size_t i = 0; i < completions.size(); ++i) {
-    std::vector<std::optional<double>> row;
-    for (const auto& function : functions_) {
-      const auto reward = function->Score(completions[i]);
-      if (!reward.ok()) return Annotate(reward.status(), absl::StrCat("scoring completion ", i));
-      if (reward->has_value() && !std::isfinite(**reward)) {
-        return absl::InvalidArgumentError(absl::StrCat("reward function '", function->name(), "' gave completion ", i,
-                                                       " the value ", **reward, ", must be finite"));
-      }
-      row.push_back(*reward);
+absl::StatusOr<RewardTable> RewardSet::Score(std::span<const RewardInput> completions, const RewardCall& call) const {
+  RewardTable table(completions.size(), std::vector<std::optional<double>>(size()));
+  if (completions.empty()) return table;
+  for (std::size_t k = 0; k < size(); ++k) {
+    TANDEM_ASSIGN_OR_RETURN(const RewardColumn rewards, functions_[k]->Score(completions, call));
+    if (rewards.size() != completions.size()) {
+      return absl::InvalidArgumentError(absl::StrCat("reward function '", names_[k], "' gave ", rewards.size(), " values for ",
+                                                     completions.size(), " completions"));
     }
-    table.push_back(std::move(row));
+    for (std::size_t i = 0; i < completions.size(); ++i) {
+      if (rewards[i].has_value() && !std::isfinite(*rewards[i])) {
+        return absl::InvalidArgumentError(absl::StrCat("reward function '", names_[k], "' gave completion ", i, " the value ",
+                                                       *rewards[i], ", must be finite"));
+      }
+      table[i][k] = rewards[i];
+    }
   }
   return table;
+}
+
+absl::Status RewardSet::Check() const {
+  std::vector<std::string> faults;
+  bool is_lacking = false;
+  for (std::size_t k = 0; k < size(); ++k) {
+    const absl::Status checked = functions_[k]->Check();
+    if (checked.ok()) continue;
+    is_lacking = is_lacking || absl::IsFailedPrecondition(checked);
+    faults.push_back(absl::StrCat("rewards[", k, "] '", names_[k], "': ", checked.message()));
+  }
+  if (faults.empty()) return absl::OkStatus();
+  const std::string text = absl::StrJoin(faults, "\n");
+  return is_lacking ? absl::FailedPreconditionError(text) : absl::InvalidArgumentError(text);
 }
 
 absl::StatusOr<std::vector<RewardMetrics>> RewardSet::Summarize(std::span<const std::vector<std::optional<double>>> table) const {

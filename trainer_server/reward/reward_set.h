@@ -29,12 +29,17 @@ class RewardSet {
 
   // Errors: INVALID_ARGUMENT listing every fault of every function (paths begin with "rewards[i]."), a name used twice, or a
   // count outside 1 to kMaxFunctions.
-  static absl::StatusOr<RewardSet> Create(const google::protobuf::RepeatedPtrField<v1::RewardConfig>& configs);
+  static absl::StatusOr<RewardSet> Create(const google::protobuf::RepeatedPtrField<v1::RewardConfig>& configs,
+                                          const RewardSurroundings& surroundings = {});
   // Errors: INVALID_ARGUMENT, as above without the faults of single functions.
   static absl::StatusOr<RewardSet> Create(std::vector<std::unique_ptr<RewardFunction>> functions);
 
-  // Errors: INVALID_ARGUMENT naming function and completion when a function fails or a reward is not finite.
-  absl::StatusOr<RewardTable> Score(std::span<const RewardInput> completions) const;
+  // The completions of one prompt. Blocks for as long as the functions' limits allow. Errors: naming function and completion,
+  // those of the functions; INVALID_ARGUMENT when a reward is not finite.
+  absl::StatusOr<RewardTable> Score(std::span<const RewardInput> completions, const RewardCall& call = {}) const;
+  // That each function can be called here. Errors: every fault, one a line, each begun with "rewards[i]"; FAILED_PRECONDITION
+  // where this node lacks something, else INVALID_ARGUMENT.
+  absl::Status Check() const;
   // Errors: INVALID_ARGUMENT when a row of the table does not have one entry a function; nothing is broadcast.
   absl::StatusOr<std::vector<RewardMetrics>> Summarize(std::span<const std::vector<std::optional<double>>> table) const;
 

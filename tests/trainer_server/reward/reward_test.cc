@@ -122,7 +122,8 @@ TEST(NumericAnswerTest, RowsThatCannotBeReadNameFunctionAndField) {
                   HasSubstr("reward function 'correct': row field 'sum' " +
                             (text.starts_with("the") ? "cannot be read: " + text : text)));
     }
-    EXPECT_FALSE(function->Score({.row = nullptr, .completion = "7"}).ok());
+    const RewardInput rowless{.row = nullptr, .completion = "7"};
+    EXPECT_FALSE(function->Score({&rowless, 1}, {}).ok());
     EXPECT_EQ(*ScoreRow(*function, {{"sum", nullptr}}, "7"), std::nullopt);
   }
 }
@@ -214,9 +215,8 @@ TEST(LengthRewardTest, GoldenOverlongCases) {
     const auto function = Make(absl::StrCat("length { max_tokens: ", inputs["max_length"].get<int>(),
                                             " cache_tokens: ", inputs["cache"].get<int>(), " }"));
     for (std::size_t i = 0; i < inputs["lengths"].size(); ++i) {
-      const auto reward =
-          function->Score({.row = nullptr, .completion = "", .completion_tokens = inputs["lengths"][i].get<int>()});
-      EXPECT_NEAR(reward->value(), entry["expected"]["penalties"][i].get<double>(), 1e-10) << inputs["lengths"][i];
+      EXPECT_NEAR(ScoreLength(*function, inputs["lengths"][i].get<int>()), entry["expected"]["penalties"][i].get<double>(), 1e-10)
+          << inputs["lengths"][i];
     }
   }
 }
@@ -225,7 +225,8 @@ TEST(RewardConfigTest, FaultsNameFieldValueAndLimit) {
   EXPECT_EQ(Faults("weight: 1"),
             "rewards[2].function: none is set, must be one of numeric_answer, numeric_distance, ended_by_itself, answer_tags, "
             "integer_only, tag_count, keywords, length, math_answer, multiple_choice, regular_expression, repetition, "
-            "length_target, script_share, numeric_bands, email_checklist");
+            "length_target, script_share, numeric_bands, email_checklist, python_function, remote, code_tests, json_schema, "
+            "cosine_length");
   EXPECT_EQ(Faults("ended_by_itself {}"), "rewards[2].weight: 0, must be finite and not 0");
   EXPECT_EQ(Faults("weight: inf ended_by_itself {}"), "rewards[2].weight: inf, must be finite and not 0");
   EXPECT_THAT(Faults("weight: 1 name: 'a b' ended_by_itself {}"), HasSubstr("rewards[2].name: 'a b', must be"));
@@ -298,8 +299,12 @@ class BrokenReward final : public RewardFunction {
  public:
   const std::string& name() const override { return name_; }
   double weight() const override { return 1; }
-  absl::StatusOr<std::optional<double>> Score(const RewardInput& input) const override {
-    return input.completion == "bad" ? std::numeric_limits<double>::quiet_NaN() : 0.5;
+  absl::StatusOr<RewardColumn> Score(std::span<const RewardInput> completions, const RewardCall&) const override {
+    RewardColumn rewards;
+    for (const RewardInput& input : completions) {
+      rewards.push_back(input.completion == "bad" ? std::numeric_limits<double>::quiet_NaN() : 0.5);
+    }
+    return rewards;
   }
   std::vector<std::string> required_fields() const override { return {}; }
 

@@ -34,7 +34,17 @@ inline std::string Faults(const std::string& text) {
 
 inline absl::StatusOr<std::optional<double>> ScoreRow(const RewardFunction& function, const Json& row,
                                                       const std::string& completion, bool is_truncated = false) {
-  return function.Score({.row = &row, .completion = completion, .completion_tokens = 10, .is_truncated = is_truncated});
+  const RewardInput input{.row = &row, .completion = completion, .completion_tokens = 10, .is_truncated = is_truncated};
+  TANDEM_ASSIGN_OR_RETURN(const RewardColumn rewards, function.Score({&input, 1}, {}));
+  return rewards[0];
+}
+
+// Of a completion of so many tokens, where they alone count.
+inline double ScoreLength(const RewardFunction& function, int completion_tokens) {
+  const RewardInput input{.row = nullptr, .completion = "", .completion_tokens = completion_tokens};
+  const auto rewards = function.Score({&input, 1}, {});
+  EXPECT_TRUE(rewards.ok() && rewards->at(0).has_value()) << rewards.status();
+  return rewards.ok() ? rewards->at(0).value_or(-99) : -99;
 }
 
 inline double Score(const RewardFunction& function, const std::string& completion, const Json& row = Json::object()) {

@@ -81,9 +81,7 @@ TEST(RepetitionTest, MinusTheShareOfRepeatedNgrams) {
 TEST(LengthTargetTest, FallsLinearlyWithTheDistance) {
   const auto function = Make("length_target { target_tokens: 100 width_tokens: 50 }");
   const std::pair<int, double> cases[] = {{100, 1}, {75, 0.5}, {125, 0.5}, {50, 0}, {0, 0}, {151, 0}, {1'000'000, 0}};
-  for (const auto& [tokens, reward] : cases) {
-    EXPECT_EQ(function->Score({.row = nullptr, .completion = "", .completion_tokens = tokens})->value(), reward) << tokens;
-  }
+  for (const auto& [tokens, reward] : cases) { EXPECT_EQ(ScoreLength(*function, tokens), reward) << tokens; }
 }
 
 TEST(ScriptShareTest, ShareOfLettersInTheScripts) {

@@ -1,0 +1,10 @@
+# cmake -DOUTPUT=FILE -DFOLDER=client/python/tandem -P embed_python.cmake: writes embedded_python.h's constants.
+set(text "#include \"trainer_server/reward/embedded_python.h\"\n\nnamespace tandem {\n\n")
+foreach(pair "kRewardWorkerProgram=reward_worker.py" "kRewardFunctionProgram=reward_function.py")
+  string(REPLACE "=" ";" pair ${pair})
+  list(GET pair 0 name)
+  list(GET pair 1 file)
+  file(READ ${FOLDER}/${file} bytes)
+  string(APPEND text "const std::string_view ${name} = R\"python(${bytes})python\";\n")
+endforeach()
+file(WRITE ${OUTPUT} "${text}\n}  // namespace tandem\n")
