@@ -23,7 +23,7 @@ SequenceId Scheduler::AddGroup(const GroupSpec& spec) {
   Group& group = groups_[group_id];
   group.spec = spec;
   group.num_live = group.num_waiting = spec.group_size;
-  if (!spec.job.empty()) lane_of(spec.lane).num_live[spec.job] += spec.group_size;
+  if (spec.lane == Lane::kShared && !spec.job.empty()) num_live_[spec.job] += spec.group_size;
   for (std::uint32_t member = 0; member < spec.group_size; ++member) {
     Sequence sequence;
     sequence.id = next_sequence_id_++;
@@ -41,7 +41,7 @@ StepPlan Scheduler::Schedule(Lane lane) {
   StepPlan plan;
   plan.lane = lane;
   std::uint32_t budget = options_.max_batch_tokens;
-  for (std::size_t tries = lane_of(lane).num_live.size();; --tries) {
+  for (std::size_t tries = num_live_.size();; --tries) {
     turns_ = TakeTurns(lane);
     const bool has_room = ScheduleRunning(&plan, &budget);
     if (has_room) AdmitWaiting(&plan, &budget);
@@ -52,17 +52,16 @@ StepPlan Scheduler::Schedule(Lane lane) {
 
 // See Note [Adapters of a step].
 std::optional<std::set<std::string>> Scheduler::TakeTurns(Lane lane) {
-  LaneState& state = lane_of(lane);
   const auto limit = static_cast<std::size_t>(options_.max_adapters);
-  if (lane == Lane::kUnit || state.num_live.size() <= limit) return std::nullopt;
+  if (lane == Lane::kUnit || num_live_.size() <= limit) return std::nullopt;
   std::set<std::string> jobs;  // with a sequence that could run now
-  for (const SequenceId id : state.running) {
+  for (const SequenceId id : shared_.running) {
     const Sequence& sequence = sequences_.at(id);
     const std::string& job = groups_.at(sequence.group_id).spec.job;
     if (!job.empty() && !sequence.is_complete()) jobs.insert(job);
   }
-  for (const SequenceId id : state.waiting) {
-    if (jobs.size() == state.num_live.size()) break;  // all that there are
+  for (const SequenceId id : shared_.waiting) {
+    if (jobs.size() == num_live_.size()) break;  // all that there are
     const Sequence& sequence = sequences_.at(id);
     const Group& group = groups_.at(sequence.group_id);
     if (!group.spec.job.empty() && !jobs.contains(group.spec.job) && MayStart(sequence, group)) jobs.insert(group.spec.job);
@@ -70,15 +69,15 @@ std::optional<std::set<std::string>> Scheduler::TakeTurns(Lane lane) {
   if (jobs.size() <= limit) return std::nullopt;
   std::vector<std::pair<std::uint64_t, std::string>> by_turn;  // the longest ago first
   for (const std::string& job : jobs) {
-    const auto turn = state.last_turns.find(job);
-    by_turn.emplace_back(turn == state.last_turns.end() ? 0 : turn->second, job);
+    const auto turn = last_turns_.find(job);
+    by_turn.emplace_back(turn == last_turns_.end() ? 0 : turn->second, job);
   }
   std::sort(by_turn.begin(), by_turn.end());
-  std::erase_if(state.last_turns, [&](const auto& entry) { return !jobs.contains(entry.first); });
+  std::erase_if(last_turns_, [&](const auto& entry) { return !jobs.contains(entry.first); });
   std::set<std::string> taken;
   ++num_turns_;
   for (std::size_t i = 0; i < limit; ++i) {
-    state.last_turns[by_turn[i].second] = num_turns_;
+    last_turns_[by_turn[i].second] = num_turns_;
     taken.insert(by_turn[i].second);
   }
   return taken;
@@ -296,10 +295,10 @@ void Scheduler::End(SequenceId id) {
   }
   if (group.prefiller == id) group.prefiller.reset();
   if (group.num_waiting == 0) ReleaseKept(group_id, &group);
-  const auto num_live = lane.num_live.find(group.spec.job);
-  if (num_live != lane.num_live.end() && --num_live->second == 0) {
-    lane.last_turns.erase(num_live->first);
-    lane.num_live.erase(num_live);
+  const auto num_live = group.spec.lane == Lane::kShared ? num_live_.find(group.spec.job) : num_live_.end();
+  if (num_live != num_live_.end() && --num_live->second == 0) {
+    last_turns_.erase(num_live->first);
+    num_live_.erase(num_live);
   }
   sequences_.erase(id);
   if (--group.num_live == 0) groups_.erase(group_id);

@@ -161,9 +161,7 @@ class Scheduler {
   struct LaneState {
     std::vector<SequenceId> running;  // sorted: oldest first
     std::set<SequenceId> waiting;
-    std::set<std::uint64_t> keeping;                  // groups with kept_blocks
-    std::map<std::string, std::size_t> num_live;      // sequences of each job that has an adapter
-    std::map<std::string, std::uint64_t> last_turns;  // of those jobs, counted; a job without one never had any
+    std::set<std::uint64_t> keeping;  // groups with kept_blocks
   };
 
   LaneState& lane_of(Lane lane) { return lane == Lane::kUnit ? unit_ : shared_; }
@@ -197,8 +195,11 @@ class Scheduler {
   LaneState unit_, shared_;
   std::set<std::string> held_jobs_;
   bool is_all_held_ = false;
-  std::optional<std::set<std::string>> turns_;  // of the step that is being planned
+  // Of the shared lane's jobs that have an adapter, see Note [Adapters of a step].
+  std::map<std::string, std::size_t> num_live_;      // sequences
+  std::map<std::string, std::uint64_t> last_turns_;  // counted by num_turns_; a job without one never had any
   std::uint64_t num_turns_ = 0;
+  std::optional<std::set<std::string>> turns_;  // of the step that is being planned
   SequenceId next_sequence_id_ = 0;
   std::uint64_t next_group_id_ = 0;
 };

@@ -29,7 +29,7 @@ RolloutService::RolloutService(RolloutServiceOptions options, Engine* engine, st
     : options_(std::move(options)), engine_(engine), encoder_(std::move(encoder)), pool_report_(std::move(pool_report)) {}
 
 grpc::Status RolloutService::Answer(const absl::Status& status) const {
-  if (status.ok() || ContextHealth(options_.pool_device).ok()) return ToGrpc(status);
+  if (status.ok() || absl::IsUnavailable(status) || ContextHealth(options_.pool_device).ok()) return ToGrpc(status);
   return ToGrpc(absl::UnavailableError(absl::StrCat("the device's context is lost: ", status.message())));
 }
 
