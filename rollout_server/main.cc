@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/flags/flag.h"
+#include "absl/time/clock.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
 #include "common/gpu/device_code.h"
@@ -61,7 +62,7 @@ void ReportMemory(const PoolMember& pool, Metrics* metrics) {
   }
 }
 
-const char* DTypeName(DType dtype) { return dtype == DType::kFp32 ? "fp32" : dtype == DType::kBf16 ? "bf16" : "fp8"; }
+constexpr absl::Duration kMaxCaptureTime = absl::Seconds(1);  // of a start, which a job may wait for
 
 // What model and sampler are made for. On a GPU both have their memory from the standing region, the model's first.
 struct DeviceOptions {
@@ -112,6 +113,7 @@ absl::StatusOr<DeviceOptions> PlanDevice(const PoolMember& pool, const ModelDesc
                      FormatBytes(model_bytes + sampler_bytes), ": raise --rollout_standing_bytes or lower them"));
   }
   options.model.workspace = region.first(model_bytes);
+  options.model.max_capture_time = kMaxCaptureTime;
   options.sampler.workspace = region.subspan(model_bytes, sampler_bytes);
   TANDEM_LOG(kInfo, "main", "workspace size=", FormatBytes(model_bytes + sampler_bytes), " of=", FormatBytes(region.size()),
              " max_adapter_rank=", options.model.max_adapter_rank);
@@ -153,10 +155,16 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   const int num_blocks = device_options.model.num_blocks;
   const std::uint64_t block_bytes = DecoderModel::BlockBytes(description.config, block_tokens, device_options.model.kv_dtype);
   const WeightLayout layout = WeightLayout::Create(description.config, description.format);
+  const absl::Time begin = absl::Now();
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<DecoderModel> model,
                           DecoderModel::Create(description.config, layout, pool->region(v1::REGION_KIND_WEIGHTS).data(), elastic,
                                                device_options.model));
   const bool is_on_gpu = pool->device() == Device::kCuda;
+  if (is_on_gpu) {
+    const CapturedSteps steps = model->captured_steps();
+    TANDEM_LOG(kInfo, "main", "decode steps captured graphs=", steps.count, " size=", FormatBytes(steps.size_bytes),
+               " seconds=", absl::ToDoubleSeconds(absl::Now() - begin));
+  }
   TANDEM_LOG(kInfo, "main", "compute device=", DescribeDevice(pool->device()), " weights=", StorageFormatName(description.format),
              " products=",
              !is_on_gpu                        ? "fp32"

@@ -37,10 +37,6 @@ void VisitElementType(DType dtype, Visitor&& visit) {
   }
 }
 
-constexpr const char* DTypeName(DType dtype) {
-  return dtype == DType::kFp32 ? "fp32" : dtype == DType::kBf16 ? "bf16" : "fp8_e3m4";
-}
-
 // The least that a block works on, so that num_rows * ceil(width / kMinBlockWidth) blocks are enough for every kernel over rows.
 inline constexpr std::int64_t kMinBlockWidth = 256;
 

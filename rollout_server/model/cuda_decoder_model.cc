@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
-#include "common/gpu/cuda_event.h"
 #include "common/gpu/cuda_status.h"
 #include "common/gpu/stream.h"
 #include "common/model/kv_scale_table.h"
@@ -26,103 +26,14 @@
 #include "kernels/quantize/quantized_matrix.h"
 #include "kernels/rms_norm/rms_norm.h"
 #include "kernels/swiglu/swiglu.h"
+#include "rollout_server/model/cuda_decoder_places.h"
 #include "rollout_server/model/cuda_step_graphs.h"
+#include "rollout_server/model/cuda_step_packer.h"
 #include "rollout_server/model/decoder_backends.h"
 #include "rollout_server/model/device_adapters.h"
 
 namespace tandem {
 namespace {
-
-constexpr std::uint64_t kAlignment = 256;
-constexpr std::size_t kBf16Bytes = 2;
-
-PagedAttentionShape AttentionShape(const ModelConfig& config, int block_tokens) {
-  return {.dtype = DType::kBf16,
-          .num_heads = config.num_heads,
-          .num_kv_heads = config.num_kv_heads,
-          .head_dim = config.head_dim,
-          .page_tokens = block_tokens};
-}
-
-// The step's index arrays, int32 but for the pointers of token_places, each at a place that depends on the options alone: a
-// captured step finds the next one's there. The longest comes last, so that the copy ends with what the step uses.
-struct StepPlaces {
-  StepPlaces(const ModelConfig& config, const DecoderModelOptions& options) {
-    const auto put = [this](std::int64_t count) {
-      const std::int64_t begin = size;
-      size = static_cast<std::int64_t>(RoundUp(static_cast<std::uint64_t>(size + count), kAlignment / 4));
-      return begin;
-    };
-    token_ids = put(options.max_batch_tokens);
-    token_places = put(2 * std::int64_t{options.max_batch_tokens});
-    positions = put(options.max_batch_tokens);
-    slots = put(options.max_batch_tokens);
-    logit_rows = put(options.max_logit_rows);
-    query_indptr = put(options.max_sequences + 1);
-    page_indptr = put(options.max_sequences + 1);
-    last_page_tokens = put(options.max_sequences);
-    max_pages = std::int64_t{options.max_sequences} * ((config.max_positions + options.block_tokens - 1) / options.block_tokens);
-    page_indices = put(max_pages);
-  }
-  std::int64_t token_ids, token_places, positions, slots, logit_rows, query_indptr, page_indptr, last_page_tokens, page_indices;
-  std::int64_t max_pages;
-  std::int64_t size = 0;  // elements
-};
-
-// Where everything lies in the workspace. bf16 unless said otherwise.
-struct WorkspacePlaces {
-  WorkspacePlaces(const ModelConfig& config, const DecoderModelOptions& options) : step(config, options) {
-    const auto put = [this](std::uint64_t bytes) {
-      const std::uint64_t begin = total_bytes;
-      total_bytes = RoundUp(total_bytes + bytes, kAlignment);
-      return begin;
-    };
-    const bool is_fp8 = options.kv_dtype == DType::kFp8E3m4;
-    kv_scales = put(KvScaleTable::Bytes(config));  // first: the trainer and the next process look for them here
-    const auto tokens = static_cast<std::uint64_t>(options.max_batch_tokens);
-    const auto d = static_cast<std::uint64_t>(config.hidden_size), f = static_cast<std::uint64_t>(config.intermediate_size);
-    const auto q = static_cast<std::uint64_t>(config.q_size()), kv = static_cast<std::uint64_t>(config.kv_size());
-    const auto put_rows = [&](std::uint64_t width) { return put(tokens * width * kBf16Bytes); };
-    hidden = put(tokens * d * sizeof(float));
-    normed = put_rows(d);
-    qkv = put(tokens * (q + 2 * kv) * sizeof(float));
-    queries = put_rows(q);
-    attention = put_rows(q);
-    key_rows = put_rows(is_fp8 ? kv : 0);
-    value_rows = put_rows(is_fp8 ? kv : 0);
-    gate_up = put(tokens * 2 * f * sizeof(float));
-    activated = put_rows(f);
-    adapter_x = put_rows(DeviceAdapters::MaxWidth(options.max_adapter_rank));
-    logits =
-        put(static_cast<std::uint64_t>(options.max_logit_rows) * static_cast<std::uint64_t>(config.vocab_size) * sizeof(float));
-    const std::uint64_t table =
-        static_cast<std::uint64_t>(config.max_positions) * static_cast<std::uint64_t>(config.head_dim / 2);
-    cosines = put(table * sizeof(float));
-    sines = put(table * sizeof(float));
-    step_indices = put(static_cast<std::uint64_t>(step.size) * sizeof(std::int32_t));
-    const PagedAttentionShape shape = AttentionShape(config, options.block_tokens);
-    attention_partial_bytes = PagedAttentionPartialBytes(shape, options.max_batch_tokens, options.max_sequences);
-    attention_partials = put(attention_partial_bytes);
-    attention_index_bytes = PagedAttentionIndexBytes(shape, options.max_batch_tokens, options.max_sequences);
-    attention_indices = put(attention_index_bytes);
-    gemm = put(kGemmWorkspaceBytes);
-    dense = put(IsQuantized(options.weight_format) ? std::max({d * (q + 2 * kv), d * q, d * 2 * f}) * kBf16Bytes : 0);
-    adapter_bytes = DeviceAdapters::Bytes(config, options.max_adapters, options.max_adapter_rank);
-    adapters = put(adapter_bytes);
-  }
-  StepPlaces step;
-  std::uint64_t hidden;                                 // fp32 [max_batch_tokens, hidden_size]: the residual stream
-  std::uint64_t qkv, gate_up;                           // fp32 [max_batch_tokens, width]: products
-  std::uint64_t normed, queries, attention, activated;  // [max_batch_tokens, width]
-  std::uint64_t adapter_x;
-  std::uint64_t logits;          // fp32 [max_logit_rows, vocab_size]
-  std::uint64_t cosines, sines;  // fp32 [max_positions, head_dim / 2]
-  std::uint64_t step_indices, attention_partials, attention_partial_bytes, attention_indices, attention_index_bytes;
-  std::uint64_t gemm, adapters, adapter_bytes;
-  std::uint64_t dense;                            // values of the weight in codes that is multiplied with
-  std::uint64_t kv_scales, key_rows, value_rows;  // of a cache in fp8; rows: [max_batch_tokens, kv_size] on their way to it
-  std::uint64_t total_bytes = 0;
-};
 
 // Rows [begin, end) of the step's tokens that run under one adapter.
 struct AdapterRun {
@@ -141,25 +52,18 @@ struct StepShape {
   PagedAttentionPlan plan;
 };
 
-// Page-locked memory that a step is packed into while the one before it may still wait for its copy.
-struct StepStaging {
-  std::unique_ptr<HostBuffer> indices, plan;
-  std::unique_ptr<CudaEvent> copied;  // both are on the device
-
-  static absl::StatusOr<StepStaging> Create(std::uint64_t index_bytes, std::uint64_t plan_bytes) {
-    StepStaging staging;
-    TANDEM_ASSIGN_OR_RETURN(staging.indices, HostBuffer::Create(Device::kCuda, index_bytes));
-    TANDEM_ASSIGN_OR_RETURN(staging.plan, HostBuffer::Create(Device::kCuda, plan_bytes));
-    TANDEM_ASSIGN_OR_RETURN(staging.copied, CudaEvent::Create());
-    return staging;
-  }
-};
+// Sizes of an eighth of a power of two apart: padding costs at most that much of what grows with the batch.
+std::int64_t BucketOf(std::int64_t num_sequences) {
+  std::int64_t step = 1;
+  while (16 * step < num_sequences) step *= 2;
+  return (num_sequences + step - 1) / step * step;
+}
 
 class CudaDecoderModel : public DecoderModel {
  public:
   CudaDecoderModel(const ModelConfig& config, const WeightLayout& layout, const std::byte* weights, std::span<std::byte> kv_cache,
                    const DecoderModelOptions& options, std::unique_ptr<Stream> stream, std::unique_ptr<Gemm> gemm,
-                   std::array<StepStaging, 2> staging)
+                   std::unique_ptr<StepPacker> packer)
       : config_(config),
         layout_(layout),
         weights_(weights),
@@ -168,7 +72,7 @@ class CudaDecoderModel : public DecoderModel {
         places_(config, options),
         stream_(std::move(stream)),
         gemm_(std::move(gemm)),
-        staging_(std::move(staging)),
+        packer_(std::move(packer)),
         kv_scales_(config, layout.digest, Device::kCuda, options.workspace.subspan(places_.kv_scales)),
         adapters_(config, options.max_adapters, options.max_adapter_rank, at(places_.adapters)),
         graphs_(stream_->handle(), {}) {}
@@ -177,6 +81,9 @@ class CudaDecoderModel : public DecoderModel {
   }
 
   absl::Status Prepare();
+  // Captures decode steps without an adapter, the smallest first, until all are, the time is over or half of the room for graphs
+  // is taken; none while the cache has no scales. They run on padding alone: the cache is neither read nor written.
+  absl::Status CaptureSteps(absl::Duration time_limit);
   absl::StatusOr<Logits> Run(const StepBatch& batch) override;
   absl::Status CopyBlock(std::int32_t from, std::int32_t to) override {
     TANDEM_RETURN_IF_ERROR(CheckBlockCopy(from, to, options_.num_blocks));
@@ -188,6 +95,7 @@ class CudaDecoderModel : public DecoderModel {
         "copying a KV block");
   }
   absl::Status Fence() override { return stream_->Synchronize(); }
+  CapturedSteps captured_steps() const override { return {.count = graphs_.num_graphs(), .size_bytes = graphs_.bytes()}; }
 
  private:
   void* stream() const { return stream_->handle(); }
@@ -202,12 +110,10 @@ class CudaDecoderModel : public DecoderModel {
   T* Index(std::int64_t begin) const {
     return reinterpret_cast<T*>(at(places_.step_indices) + begin * static_cast<std::int64_t>(sizeof(std::int32_t)));
   }
-  StepStaging& staging() { return staging_[num_steps_ % staging_.size()]; }
-  std::int32_t* Staged(std::int64_t begin) { return reinterpret_cast<std::int32_t*>(staging().indices->bytes().data()) + begin; }
   PagedAttentionScratch scratch() {
     return {.partials = {at(places_.attention_partials), places_.attention_partial_bytes},
             .indices = {at(places_.attention_indices), places_.attention_index_bytes},
-            .staging = staging().plan->bytes()};
+            .staging = packer_->plan()};
   }
   bool is_kv_fp8() const { return options_.kv_dtype == DType::kFp8E3m4; }
   // This step finds the scales of the cache.
@@ -219,10 +125,14 @@ class CudaDecoderModel : public DecoderModel {
   absl::Status FreezeScales();
   // The bucket of a step in which every sequence decodes one token, draws, and runs under one adapter or none.
   std::optional<std::int64_t> GraphBucket(const StepBatch& batch, const StepShape& shape) const;
+  std::int64_t max_bucket() const {
+    return std::min({options_.max_sequences, options_.max_logit_rows, options_.max_batch_tokens});
+  }
+  // Puts the step into the stream, padded to the bucket where it has one.
+  absl::Status Submit(const StepBatch& batch, std::optional<std::int64_t> bucket, StepShape* shape);
   void Begin(StepPart part) const {
     if (options_.on_part) options_.on_part(part, stream());
   }
-  void Pack(const StepBatch& batch, const StepShape& shape);
   absl::Status FindRuns(const StepBatch& batch, StepShape* shape);
   absl::Status Enqueue(const StepShape& shape);
   absl::Status EnqueueLayer(const StepShape& shape, int layer);
@@ -240,8 +150,7 @@ class CudaDecoderModel : public DecoderModel {
   const WorkspacePlaces places_;
   const std::unique_ptr<Stream> stream_;
   const std::unique_ptr<Gemm> gemm_;
-  std::array<StepStaging, 2> staging_;
-  std::uint64_t num_steps_ = 0;
+  const std::unique_ptr<StepPacker> packer_;
   KvScaleTable kv_scales_;
   bool are_kv_scales_set_ = false;
   DeviceAdapters adapters_;
@@ -318,56 +227,14 @@ std::optional<std::int64_t> CudaDecoderModel::GraphBucket(const StepBatch& batch
       shape.runs.size() != 1) {
     return std::nullopt;
   }
-  // Steps of an eighth of the size: padding costs at most that much of what grows with the batch.
-  std::int64_t step = 1;
-  while (16 * step < num_sequences) step *= 2;
-  const std::int64_t bucket = (num_sequences + step - 1) / step * step;
-  const std::int64_t limit = std::min({options_.max_sequences, options_.max_logit_rows, options_.max_batch_tokens});
-  return bucket <= limit ? std::optional(bucket) : std::nullopt;
-}
-
-void CudaDecoderModel::Pack(const StepBatch& batch, const StepShape& shape) {
-  const StepPlaces& step = places_.step;
-  const auto num_tokens = static_cast<std::int64_t>(batch.token_ids.size());
-  const auto num_sequences = static_cast<std::int64_t>(batch.context_lens.size());
-  std::memcpy(Staged(step.token_ids), batch.token_ids.data(), batch.token_ids.size() * sizeof(std::int32_t));
-  auto* const token_places = reinterpret_cast<const std::uint32_t**>(Staged(step.token_places));
-  std::fill_n(token_places, shape.num_rows, nullptr);
-  std::copy(batch.token_places.begin(), batch.token_places.end(), token_places);
-  std::copy(batch.positions.begin(), batch.positions.end(), Staged(step.positions));
-  std::transform(batch.slot_mapping.begin(), batch.slot_mapping.end(), Staged(step.slots),
-                 [](std::int64_t slot) { return static_cast<std::int32_t>(slot); });
-  for (std::int64_t row = num_tokens; row < shape.num_rows; ++row) {
-    Staged(step.token_ids)[row] = 0;
-    Staged(step.positions)[row] = 0;
-    Staged(step.slots)[row] = -1;
-  }
-  std::copy(batch.logit_rows.begin(), batch.logit_rows.end(), Staged(step.logit_rows));
-  std::copy(batch.cu_query_lens.begin(), batch.cu_query_lens.end(), Staged(step.query_indptr));
-  std::int32_t* const page_indptr = Staged(step.page_indptr);
-  std::int32_t* pages = Staged(step.page_indices);
-  page_indptr[0] = 0;
-  for (std::int64_t s = 0; s < num_sequences; ++s) {
-    const auto index = static_cast<std::size_t>(s);
-    const std::int32_t context = batch.context_lens[index];
-    const std::int32_t num_pages = (context + options_.block_tokens - 1) / options_.block_tokens;
-    pages = std::copy_n(batch.block_tables[index].begin(), num_pages, pages);
-    page_indptr[s + 1] = page_indptr[s] + num_pages;
-    Staged(step.last_page_tokens)[s] = context - (num_pages - 1) * options_.block_tokens;
-  }
-  for (std::int64_t s = num_sequences; s < shape.num_sequences; ++s) {
-    Staged(step.query_indptr)[s + 1] = static_cast<std::int32_t>(num_tokens);
-    page_indptr[s + 1] = page_indptr[s];
-    Staged(step.last_page_tokens)[s] = 0;
-  }
+  const std::int64_t bucket = BucketOf(num_sequences);
+  return bucket <= max_bucket() ? std::optional(bucket) : std::nullopt;
 }
 
 absl::StatusOr<Logits> CudaDecoderModel::Run(const StepBatch& batch) {
   TANDEM_RETURN_IF_ERROR(CheckStepBatch(batch, config_, options_.num_blocks, options_.block_tokens));
   TANDEM_RETURN_IF_ERROR(CheckCapacity(batch));
   TANDEM_RETURN_IF_ERROR(CheckScales(batch));
-  ++num_steps_;
-  TANDEM_RETURN_IF_ERROR(staging().copied->Wait());  // of the step before the last
   StepShape shape;
   shape.num_rows = static_cast<std::int64_t>(batch.token_ids.size());
   shape.num_sequences = static_cast<std::int64_t>(batch.context_lens.size());
@@ -377,40 +244,56 @@ absl::StatusOr<Logits> CudaDecoderModel::Run(const StepBatch& batch) {
     shape.is_every_row_wanted = batch.logit_rows[static_cast<std::size_t>(i)] == i;
   }
   TANDEM_RETURN_IF_ERROR(FindRuns(batch, &shape));
-  const std::optional<std::int64_t> bucket = GraphBucket(batch, shape);
-  if (bucket.has_value()) {
-    shape.num_rows = shape.num_sequences = shape.num_logits = *bucket;
-    shape.runs.front().end = *bucket;
-  }
-  Pack(batch, shape);
-  const StepPlaces& step = places_.step;
-  const std::size_t used = static_cast<std::size_t>(step.page_indices + Staged(step.page_indptr)[shape.num_sequences]);
-  TANDEM_RETURN_IF_ERROR(
-      CudaToStatus(cudaMemcpyAsync(at(places_.step_indices), staging().indices->bytes().data(), used * sizeof(std::int32_t),
-                                   cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream())),
-                   "copying a step's indices"));
-  TANDEM_RETURN_IF_ERROR(PlanPagedAttention({.shape = AttentionShape(config_, options_.block_tokens),
-                                             .query_indptr = Staged(step.query_indptr),
-                                             .page_indptr = Staged(step.page_indptr),
-                                             .num_sequences = shape.num_sequences,
-                                             .num_rows = shape.num_rows,
-                                             .is_fixed_shape = bucket.has_value()},
-                                            scratch(), &shape.plan, stream()));
-  TANDEM_RETURN_IF_ERROR(staging().copied->Record(stream()));
-  if (bucket.has_value() && !options_.on_part) {
-    const StepGraphKey key = {.num_rows = *bucket,
-                              .adapter = shape.runs.front().adapter == nullptr ? 0 : shape.runs.front().adapter->graph_id,
-                              .plan = shape.plan.values};
-    TANDEM_RETURN_IF_ERROR(graphs_.Run(key, [&] { return Enqueue(shape); }));
-  } else {
-    TANDEM_RETURN_IF_ERROR(Enqueue(shape));
-    if (is_measuring()) TANDEM_RETURN_IF_ERROR(FreezeScales());
-  }
+  TANDEM_RETURN_IF_ERROR(Submit(batch, GraphBucket(batch, shape), &shape));
   return Logits{.data = reinterpret_cast<const float*>(at(places_.logits)),
                 .num_rows = static_cast<std::int64_t>(batch.logit_rows.size()),
                 .vocab_size = config_.vocab_size,
                 .device = Device::kCuda,
                 .stream = stream()};
+}
+
+absl::Status CudaDecoderModel::Submit(const StepBatch& batch, std::optional<std::int64_t> bucket, StepShape* shape) {
+  TANDEM_RETURN_IF_ERROR(packer_->Begin());
+  if (bucket.has_value()) {
+    shape->num_rows = shape->num_sequences = shape->num_logits = *bucket;
+    shape->runs.front().end = *bucket;
+  }
+  packer_->Pack(batch, shape->num_rows, shape->num_sequences);
+  TANDEM_RETURN_IF_ERROR(packer_->Copy(at(places_.step_indices), stream()));
+  TANDEM_RETURN_IF_ERROR(PlanPagedAttention({.shape = AttentionShapeOf(config_, options_.block_tokens),
+                                             .query_indptr = packer_->query_indptr(),
+                                             .page_indptr = packer_->page_indptr(),
+                                             .num_sequences = shape->num_sequences,
+                                             .num_rows = shape->num_rows,
+                                             .is_fixed_shape = bucket.has_value()},
+                                            scratch(), &shape->plan, stream()));
+  TANDEM_RETURN_IF_ERROR(packer_->End(stream()));
+  if (!bucket.has_value() || options_.on_part) {
+    TANDEM_RETURN_IF_ERROR(Enqueue(*shape));
+    return is_measuring() ? FreezeScales() : absl::OkStatus();
+  }
+  const StepGraphKey key = {.num_rows = *bucket,
+                            .adapter = shape->runs.front().adapter == nullptr ? 0 : shape->runs.front().adapter->graph_id,
+                            .plan = shape->plan.values};
+  return graphs_.Run(key, [&] { return Enqueue(*shape); });
+}
+
+absl::Status CudaDecoderModel::CaptureSteps(absl::Duration time_limit) {
+  if (is_measuring() || options_.on_part || time_limit <= absl::ZeroDuration()) return absl::OkStatus();
+  const absl::Time begin = absl::Now();
+  StepBatch padding;
+  padding.cu_query_lens = {0};
+  for (std::int64_t bucket = 1; bucket <= max_bucket(); bucket = BucketOf(bucket + 1)) {
+    if (!graphs_.has_room_ahead() || absl::Now() - begin >= time_limit) break;
+    for (int run = 0; run < 2; ++run) {  // the second is captured
+      StepShape shape;
+      shape.is_every_row_wanted = true;
+      shape.runs = {AdapterRun{}};
+      TANDEM_RETURN_IF_ERROR(Annotate(Submit(padding, bucket, &shape), absl::StrCat("capturing decode steps of ", bucket)));
+    }
+    TANDEM_RETURN_IF_ERROR(Fence());  // so that the time is what the device takes too
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CudaDecoderModel::Enqueue(const StepShape& shape) {
@@ -476,7 +359,7 @@ absl::Status CudaDecoderModel::EnqueueLayer(const StepShape& shape, int layer) {
                                       Device::kCuda, stream()));
   if (is_fp8) TANDEM_RETURN_IF_ERROR(StoreKv(shape, layer, keys, values, page_stride));
   Begin(StepPart::kAttention);
-  TANDEM_RETURN_IF_ERROR(PagedAttention({.shape = AttentionShape(config_, options_.block_tokens),
+  TANDEM_RETURN_IF_ERROR(PagedAttention({.shape = AttentionShapeOf(config_, options_.block_tokens),
                                          .query = at(places_.queries),
                                          .query_row_stride = config_.q_size(),
                                          .keys = keys,
@@ -594,65 +477,22 @@ absl::Status CudaDecoderModel::Head(const StepShape& shape) {
       stream());
 }
 
-absl::Status CheckOptions(const ModelConfig& config, const WeightLayout& layout, const DecoderModelOptions& options) {
-  const auto fault = [&](const auto&... parts) {
-    return absl::InvalidArgumentError(absl::StrCat("model '", config.name, "' on the GPU: ", parts...));
-  };
-  if (layout.format == StorageFormat::kFp32 || layout.format != options.weight_format) {
-    return fault("weights are ", StorageFormatName(layout.format), ", the workspace is for ",
-                 StorageFormatName(options.weight_format), "; bf16, fp8, fp8_block and nf4 are supported");
-  }
-  if (options.kv_dtype == DType::kFp32) return fault("the KV cache is bf16 or fp8");
-  if (config.head_dim != 64 && config.head_dim != 128 && config.head_dim != 256) {
-    return fault("head_dim ", config.head_dim, "; 64, 128 and 256 are supported");
-  }
-  if (options.max_batch_tokens < 1 || options.max_sequences < 1 || options.max_logit_rows < 1 || options.max_adapters < 0 ||
-      options.max_adapter_rank < 0) {
-    return fault("max_batch_tokens ", options.max_batch_tokens, ", max_sequences ", options.max_sequences, ", max_logit_rows ",
-                 options.max_logit_rows, ", max_adapters ", options.max_adapters, ", max_adapter_rank ",
-                 options.max_adapter_rank);
-  }
-  if (std::int64_t{options.num_blocks} * options.block_tokens > INT32_MAX) {
-    return fault(options.num_blocks, " blocks of ", options.block_tokens, " tokens; slots are counted in 31 bits");
-  }
-  const std::uint64_t needed = WorkspacePlaces(config, options).total_bytes;
-  if (options.workspace.size() < needed || reinterpret_cast<std::uintptr_t>(options.workspace.data()) % kAlignment != 0) {
-    return fault("a workspace of ", options.workspace.size(), " bytes; ", needed, " on a ", kAlignment,
-                 "-byte boundary are needed");
-  }
-  return absl::OkStatus();
-}
-
 }  // namespace
-
-std::vector<WorkspacePart> CudaDecoderWorkspaceParts(const ModelConfig& config, const DecoderModelOptions& options) {
-  const WorkspacePlaces places(config, options);
-  return {{"rollout_kv_scales", places.hidden - places.kv_scales},
-          {"rollout_activations", places.logits - places.hidden},
-          {"rollout_logits", places.cosines - places.logits},
-          {"rollout_step_arrays", places.attention_partials - places.cosines},
-          {"rollout_attention", places.gemm - places.attention_partials},
-          {"rollout_gemm_workspace", places.dense - places.gemm},
-          {"rollout_dense_weight", places.adapters - places.dense},
-          {"rollout_adapters", places.total_bytes - places.adapters}};
-}
 
 absl::StatusOr<std::unique_ptr<DecoderModel>> CreateCudaDecoderModel(const ModelConfig& config, const WeightLayout& layout,
                                                                      const std::byte* weights, std::span<std::byte> kv_cache,
                                                                      const DecoderModelOptions& options) {
-  TANDEM_RETURN_IF_ERROR(CheckOptions(config, layout, options));
+  TANDEM_RETURN_IF_ERROR(CheckCudaDecoderOptions(config, layout, options));
   const WorkspacePlaces places(config, options);
   TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, Stream::Create(Device::kCuda));
   TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<Gemm> gemm,
                           Gemm::Create(Device::kCuda, {options.workspace.data() + places.gemm, kGemmWorkspaceBytes}));
-  std::array<StepStaging, 2> staging;
-  for (StepStaging& one : staging) {
-    TANDEM_ASSIGN_OR_RETURN(one, StepStaging::Create(static_cast<std::uint64_t>(places.step.size) * sizeof(std::int32_t),
-                                                     places.attention_index_bytes));
-  }
+  TANDEM_ASSIGN_OR_RETURN(std::unique_ptr<StepPacker> packer,
+                          StepPacker::Create(places.step, options.block_tokens, places.attention_index_bytes));
   auto model = std::make_unique<CudaDecoderModel>(config, layout, weights, kv_cache, options, std::move(stream), std::move(gemm),
-                                                  std::move(staging));
+                                                  std::move(packer));
   TANDEM_RETURN_IF_ERROR(model->Prepare());
+  TANDEM_RETURN_IF_ERROR(model->CaptureSteps(options.max_capture_time));
   return model;
 }
 

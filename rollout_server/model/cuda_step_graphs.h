@@ -43,6 +43,8 @@ class StepGraphs {
   // Drops the graphs of an adapter that no step will name again.
   void Forget(std::uint64_t adapter);
 
+  // Whether one more may be made before a step asks for it: half of the room is left to those that come by themselves.
+  bool has_room_ahead() const { return !has_failed_ && 2 * bytes_ < limits_.max_bytes && 2 * num_graphs_ < max_graphs_; }
   std::size_t num_graphs() const { return num_graphs_; }  // captured
   std::uint64_t bytes() const { return bytes_; }          // that the driver took while graphs were made
 

@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "absl/time/time.h"
 #include "common/base/status.h"
 #include "common/gpu/device.h"
 #include "common/gpu/dtype.h"
@@ -59,6 +60,9 @@ struct DecoderModelOptions {
   int max_adapter_rank = 64;  // of any of them
   // On the GPU, WorkspaceBytes of device memory for everything but weights and KV cache; outlives the model. Unused on the CPU.
   std::span<std::byte> workspace = {};
+  // On the GPU: how long Create may capture decode steps without an adapter beforehand. What it does not come to, and steps under
+  // adapters, are captured as they come.
+  absl::Duration max_capture_time = absl::ZeroDuration();
   // On the GPU, for benches: called as the part that comes next is about to be put into the step's stream, a cudaStream_t. Steps
   // are not captured then.
   std::function<void(StepPart part, void* stream)> on_part = {};
@@ -79,6 +83,12 @@ struct Logits {
   void* stream = nullptr;  // cudaStream_t; nullptr on the CPU
 
   std::span<const float> row(std::int64_t i) const { return {data + i * vocab_size, static_cast<std::size_t>(vocab_size)}; }
+};
+
+// Decode steps that are one launch, of so many bytes of device memory outside the pool.
+struct CapturedSteps {
+  std::size_t count = 0;
+  std::uint64_t size_bytes = 0;
 };
 
 class DecoderModel {
@@ -107,6 +117,8 @@ class DecoderModel {
   // Returns when nothing enqueued so far runs or will run any more: before memory that steps use goes to somebody else.
   // Errors: INTERNAL (a kernel failed).
   virtual absl::Status Fence() = 0;
+  // None on the CPU.
+  virtual CapturedSteps captured_steps() const { return {}; }
 };
 
 }  // namespace tandem

@@ -130,7 +130,7 @@ class Feeder {
 
 class GpuModel {
  public:
-  explicit GpuModel(const Weights& weights, DType kv_dtype = DType::kBf16)
+  explicit GpuModel(const Weights& weights, DType kv_dtype = DType::kBf16, absl::Duration max_capture_time = absl::ZeroDuration())
       : weights_(weights.layout.total_bytes),
         cache_(kNumBlocks * DecoderModel::BlockBytes(weights.model.config, kBlockTokens, kv_dtype)) {
     cache_.Fill(0xff);  // what a former holder of the memory left must not matter
@@ -145,6 +145,7 @@ class GpuModel {
     options_.max_logit_rows = 1024;
     options_.max_adapters = 2;
     options_.max_adapter_rank = 16;
+    options_.max_capture_time = max_capture_time;
     workspace_ = std::make_unique<DeviceBytes>(DecoderModel::WorkspaceBytes(weights.model.config, options_));
     workspace_->Fill(0xff);
     options_.workspace = workspace_->span();
@@ -158,6 +159,11 @@ class GpuModel {
     model_ = *std::move(created);
   }
   DeviceBytes& workspace() const { return *workspace_; }
+  std::vector<std::byte> CacheBytes() const {
+    std::vector<std::byte> bytes(cache_.span().size());
+    EXPECT_EQ(CopyToHost(Device::kCuda, bytes.data(), cache_.data(), bytes.size()), absl::OkStatus());
+    return bytes;
+  }
   DecoderModel* operator->() const { return model_.get(); }
   std::vector<Row> Run(const StepBatch& batch) const { return ToRows(model_->Run(batch), model_.get()); }
   std::byte* weight(const TensorPlace& place) const { return weights_.data() + place.begin_bytes; }
@@ -316,6 +322,41 @@ TEST_F(CudaDecoderModelTest, ACheckpointInBlocksAgreesWithTheCpuOnItsValues) {
   };
   step({{0, RandomIds(1, 61)}, {1, RandomIds(2, 16)}, {2, RandomIds(3, 1)}}, true, "prefill");
   for (std::uint32_t t = 0; t < 6; ++t) step({{0, {t}}, {1, {t + 1}}, {2, {t + 2}}}, false, absl::StrCat("decode ", t));
+}
+
+TEST_F(CudaDecoderModelTest, DecodeStepsCapturedAtStartServeThoseThatCome) {
+  constexpr std::size_t kBuckets = 32;  // of 1 to 16 sequences, by 2 up to 32, by 4 up to 64
+  const Weights weights;
+  for (const DType kv_dtype : {DType::kBf16, DType::kFp8E3m4}) {
+    const bool is_fp8 = kv_dtype == DType::kFp8E3m4;
+    GpuModel plain(weights, kv_dtype), ahead(weights, kv_dtype, absl::Minutes(1));
+    EXPECT_EQ(plain->captured_steps().count, 0u);
+    EXPECT_EQ(ahead->captured_steps().count, is_fp8 ? 0u : kBuckets) << "a cache in fp8 has no scales yet";
+    EXPECT_EQ(ahead.CacheBytes(), std::vector<std::byte>(ahead.CacheBytes().size(), std::byte{0xff})) << "no step wrote to it";
+    Feeder feeder;
+    std::vector<Feeder::Chunk> prompts;
+    for (int s = 0; s < 40; ++s) prompts.push_back({s, RandomIds(static_cast<std::uint64_t>(s), 1 + s % 7)});
+    const StepBatch prefill = feeder.Next(prompts, false);
+    EXPECT_EQ(ahead.Run(prefill), plain.Run(prefill));
+    if (is_fp8) {
+      const std::vector<std::byte> cache = ahead.CacheBytes();
+      ahead.Start(weights);
+      EXPECT_EQ(ahead->captured_steps().count, kBuckets);
+      EXPECT_EQ(ahead.CacheBytes(), cache);
+    }
+    for (std::uint32_t t = 0; t < 3; ++t) {
+      for (const int num_sequences : {1, 3, 17, 33, 40}) {
+        std::vector<Feeder::Chunk> chunks;
+        for (int s = 0; s < num_sequences; ++s) chunks.push_back({s, {t + static_cast<std::uint32_t>(s)}});
+        const StepBatch batch = feeder.Next(chunks, false);
+        EXPECT_EQ(ahead.Run(batch), plain.Run(batch)) << num_sequences << " sequences, " << t;
+      }
+    }
+    EXPECT_EQ(plain->captured_steps().count, 5u);
+    EXPECT_EQ(ahead->captured_steps().count, kBuckets) << "no step needed another";
+    std::printf("%zu steps of 2 layers in %llu bytes\n", kBuckets,
+                static_cast<unsigned long long>(ahead->captured_steps().size_bytes));
+  }
 }
 
 // Without norms of queries and keys the random model's scores are large, and so is what the codes' rounding does to them.

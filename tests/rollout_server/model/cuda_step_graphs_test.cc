@@ -108,6 +108,17 @@ TEST_F(StepGraphsTest, KeepsTheKeysThatRanLast) {
   EXPECT_EQ(Value(kNodes - 1), 50) << "dropped, so run as it is";
 }
 
+TEST_F(StepGraphsTest, HalfOfTheRoomIsLeftToStepsThatComeByThemselves) {
+  StepGraphs graphs(stream_->handle(), {.max_keys = 6});
+  for (std::int64_t rows = 0; rows < 3; ++rows) {
+    EXPECT_TRUE(graphs.has_room_ahead()) << rows;
+    for (int run = 0; run < 2; ++run) ASSERT_EQ(Run(&graphs, {.num_rows = rows}, 1), absl::OkStatus());
+  }
+  EXPECT_FALSE(graphs.has_room_ahead());
+  graphs.Forget(0);
+  EXPECT_TRUE(graphs.has_room_ahead());
+}
+
 // Graphs of about 4 MiB. What tests before this one left with the driver serves some of them.
 TEST_F(StepGraphsTest, StaysWithinItsBytesAndKeepsWhatRanLast) {
   constexpr std::int64_t kGraphs = 40;
