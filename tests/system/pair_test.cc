@@ -275,7 +275,11 @@ TEST(PairTest, ACheckpointInBlocksTrainsAsItIsStored) {
   for (const Half half : {Half::kRollout, Half::kTrainer}) {
     EXPECT_THAT(pair->log(half), HasSubstr(is_on_gpu ? " weights=fp8_block " : " weights=fp32 "));
   }
-  const auto job = pair->Submit(TinyJob(3, 1), TinyRows(16));
+  const auto job = pair->Submit(R"(name: "tiny" seed: 1 num_steps: 3
+      rollout { prompts_per_step: 4 group_size: 8 sampling { temperature: 1 max_tokens: 12 } }
+      rewards { name: "vowel" weight: 1 regular_expression { pattern: "[aeiou]" } } loss { preset: LOSS_PRESET_DR_GRPO }
+      optimizer { learning_rate: 2e-2 } adapter { rank: 4 alpha: 8 })",
+                                TinyRows(16));
   ASSERT_TRUE(job.ok()) << job.status();
   const auto end = pair->WaitForEnd(*job, absl::Seconds(120));
   ASSERT_TRUE(end.ok()) << end.status() << pair->log(Half::kTrainer) << pair->log(Half::kRollout);
