@@ -18,6 +18,7 @@ struct SubmitOptions {
   bool watch = false;
   std::string tensorboard;             // with watch: see Watch
   std::vector<std::string> overrides;  // text-format fields merged over the file: "seed: 1"
+  std::string rewards;                 // Python functions, "FILE:FUNCTION,FUNCTION"; empty: those of the file alone
 };
 absl::Status Submit(const Connection& connection, const Words& words, const SubmitOptions& options);
 // `live_sequences`: of full length at a time, in generation; 0: as many as the rollout server runs. Errors, after the plan was

@@ -131,6 +131,7 @@ absl::StatusOr<std::string> OneWord(const Words& words, const std::string& comma
 absl::Status Submit(const Connection& connection, const Words& words, const SubmitOptions& options) {
   TANDEM_ASSIGN_OR_RETURN(const std::string path, OneWord(words, "submit", "JOB_FILE"));
   TANDEM_ASSIGN_OR_RETURN(v1::JobSpec spec, ReadJobFile(path, options.overrides));
+  if (!options.rewards.empty()) TANDEM_RETURN_IF_ERROR(AddPythonRewards(options.rewards, &spec));
   TANDEM_RETURN_IF_ERROR(UploadFiles(connection, &spec));
   v1::SubmitRequest request;
   TANDEM_ASSIGN_OR_RETURN(*request.mutable_job_text(), ToText(spec));
@@ -156,6 +157,7 @@ absl::Status Plan(const Connection& connection, const Words& words, const Submit
   }
   TANDEM_ASSIGN_OR_RETURN(const std::string path, OneWord(words, "plan", "JOB_FILE"));
   TANDEM_ASSIGN_OR_RETURN(v1::JobSpec spec, ReadJobFile(path, options.overrides));
+  if (!options.rewards.empty()) TANDEM_RETURN_IF_ERROR(AddPythonRewards(options.rewards, &spec));
   TANDEM_RETURN_IF_ERROR(UploadFiles(connection, &spec));
   v1::PlanRequest request;
   TANDEM_ASSIGN_OR_RETURN(*request.mutable_job_text(), ToText(spec));

@@ -5,6 +5,7 @@
 #include <functional>
 #include <sstream>
 
+#include "absl/strings/str_split.h"
 #include "common/base/hash.h"
 #include "common/base/units.h"
 #include "google/protobuf/io/tokenizer.h"
@@ -100,6 +101,13 @@ absl::Status ReplaceFiles(v1::JobSpec* spec, const std::function<absl::StatusOr<
     TANDEM_ASSIGN_OR_RETURN(*adapter->mutable_start_weights_content(), visit((directory / "adapter_model.safetensors").string()));
     adapter->clear_start_path();
   }
+  for (v1::RewardConfig& reward : *spec->mutable_rewards()) {
+    if (reward.python_function().path().empty()) continue;
+    v1::PythonFunction* python = reward.mutable_python_function();
+    TANDEM_ASSIGN_OR_RETURN(*python->mutable_content(), visit(python->path()));
+    if (python->file_name().empty()) python->set_file_name(std::filesystem::path(python->path()).filename().string());
+    python->clear_path();
+  }
   return absl::OkStatus();
 }
 
@@ -126,10 +134,32 @@ absl::StatusOr<v1::JobSpec> ReadJobFile(const std::string& path, const std::vect
   ResolvePath(base, spec.mutable_data()->mutable_path());
   if (spec.has_evaluation()) ResolvePath(base, spec.mutable_evaluation()->mutable_path());
   if (spec.has_adapter()) ResolvePath(base, spec.mutable_adapter()->mutable_start_path());
+  for (v1::RewardConfig& reward : *spec.mutable_rewards()) {
+    if (reward.has_python_function()) ResolvePath(base, reward.mutable_python_function()->mutable_path());
+  }
   for (const std::string& text_override : overrides) {
     TANDEM_RETURN_IF_ERROR(MergeText(text_override, absl::StrCat("--set '", text_override, "'"), &spec));
   }
   return spec;
+}
+
+absl::Status AddPythonRewards(const std::string& rewards, v1::JobSpec* spec) {
+  std::string file;
+  for (const absl::string_view part : absl::StrSplit(rewards, ',')) {
+    const std::string word(part);
+    const std::size_t colon = word.rfind(':');
+    if (colon != std::string::npos) file = word.substr(0, colon);
+    const std::string function = word.substr(colon == std::string::npos ? 0 : colon + 1);
+    if (file.empty() || function.empty()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--rewards: '", word, "'; must be FILE:FUNCTION, or after one a further FUNCTION of its file"));
+    }
+    v1::RewardConfig* reward = spec->add_rewards();
+    reward->set_weight(1);
+    reward->mutable_python_function()->set_path(std::filesystem::absolute(file).lexically_normal().string());
+    reward->mutable_python_function()->set_function(function);
+  }
+  return absl::OkStatus();
 }
 
 absl::Status UploadFiles(const Connection& connection, v1::JobSpec* spec) {

@@ -12,6 +12,9 @@ namespace tandem {
 
 // Reads `path`. Paths inside are relative to the file. Errors: NOT_FOUND, INVALID_ARGUMENT with line and column.
 absl::StatusOr<v1::JobSpec> ReadJobFile(const std::string& path, const std::vector<std::string>& overrides);
+// One RewardConfig of weight 1 for each function of "FILE:FUNCTION,FUNCTION,FILE:FUNCTION". Errors: INVALID_ARGUMENT naming the
+// part.
+absl::Status AddPythonRewards(const std::string& rewards, v1::JobSpec* spec);
 // Sends every file that the job names and the server lacks, and puts content addresses in place of the paths.
 absl::Status UploadFiles(const Connection& connection, v1::JobSpec* spec);
 

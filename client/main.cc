@@ -14,6 +14,9 @@ ABSL_FLAG(bool, json, false, "print JSON, one object a line");
 ABSL_FLAG(bool, watch, false, "submit: follow the job until it ends");
 ABSL_FLAG(std::vector<std::string>, set, {},
           "submit, plan: fields in text format merged over the job file, as --set='seed: 1,num_steps: 5'");
+ABSL_FLAG(
+    std::string, rewards, "",
+    "submit, plan: reward functions in Python beside those of the job file, as --rewards=my_rewards.py:correct,well_formed");
 ABSL_FLAG(int32_t, live_sequences, 0, "plan: sequences generated at a time; 0: as many as rollout_server runs");
 ABSL_FLAG(uint32_t, step, 0, "completions: of which step; 0 for the newest");
 ABSL_FLAG(uint32_t, last_step, 0, "completions: of all steps from --step to this one");
@@ -47,6 +50,7 @@ namespace {
 constexpr char kUsage[] = R"(trains language models with GRPO, from any machine.
 
   tandem submit JOB_FILE [--watch] [--set=...]   check, upload the data, queue
+                [--rewards=FILE:FUNCTION,..]     with your own reward functions in Python
   tandem plan JOB_FILE                           the job as it would run: its memory by owner, with warnings
   tandem jobs                                    all jobs, newest first
   tandem watch JOB                               live progress
@@ -104,7 +108,8 @@ int main(int argc, char** argv) {
   connection.timeout = absl::GetFlag(FLAGS_timeout);
   connection.json = absl::GetFlag(FLAGS_json);
   const std::string tensorboard = absl::GetFlag(FLAGS_tensorboard);
-  const tandem::SubmitOptions submit{absl::GetFlag(FLAGS_watch), tensorboard, absl::GetFlag(FLAGS_set)};
+  const tandem::SubmitOptions submit{absl::GetFlag(FLAGS_watch), tensorboard, absl::GetFlag(FLAGS_set),
+                                     absl::GetFlag(FLAGS_rewards)};
 
   absl::Status status;
   if (command == "submit")

@@ -12,6 +12,7 @@
 #include "client/progress.h"
 #include "common/base/hash.h"
 #include "common/base/units.h"
+#include "google/protobuf/text_format.h"
 
 namespace tandem {
 namespace {
@@ -135,6 +136,32 @@ TEST_F(ClientTest, SubmitUploadsDataOnceInPiecesAndSendsContentAddresses) {
   EXPECT_THAT(trainer_.job_text, HasSubstr(Sha256Hex(data)));
   EXPECT_THAT(trainer_.job_text, HasSubstr("seed: 7"));
   EXPECT_THAT(trainer_.job_text, Not(HasSubstr("rows.jsonl")));
+}
+
+TEST_F(ClientTest, PythonRewardsTravelByContentWithTheirNames) {
+  const std::string directory = FreshDirectory("rewards");
+  WriteFile(directory + "/mine.py", "def a(**k): pass");
+  WriteFile(directory + "/theirs.py", "def c(**k): pass");
+  WriteFile(directory + "/job.textproto",
+            "name: \"addition\" rewards { weight: 2 python_function { path: \"mine.py\" function: \"z\" } }");
+  SubmitOptions options;
+  options.rewards = absl::StrCat(directory, "/mine.py:a,b,", directory, "/theirs.py:c");
+  ASSERT_TRUE(Submit(connection_, {directory + "/job.textproto"}, options).ok());
+  v1::JobSpec spec;
+  ASSERT_TRUE(google::protobuf::TextFormat::ParseFromString(trainer_.job_text, &spec));
+  std::vector<std::string> said;
+  for (const v1::RewardConfig& reward : spec.rewards()) {
+    const v1::PythonFunction& python = reward.python_function();
+    EXPECT_EQ(python.path(), "");
+    EXPECT_EQ(trainer_.contents[python.content()], python.function() == "c" ? "def c(**k): pass" : "def a(**k): pass");
+    said.push_back(absl::StrCat(python.file_name(), ":", python.function(), "=", reward.weight()));
+  }
+  EXPECT_THAT(said, ::testing::ElementsAre("mine.py:z=2", "mine.py:a=1", "mine.py:b=1", "theirs.py:c=1"));
+  options.rewards = "a,mine.py:b";
+  EXPECT_THAT(std::string(Submit(connection_, {directory + "/job.textproto"}, options).message()),
+              HasSubstr("--rewards: 'a'; must be FILE:FUNCTION"));
+  options.rewards = "absent.py:b";
+  EXPECT_THAT(std::string(Submit(connection_, {directory + "/job.textproto"}, options).message()), HasSubstr("absent.py"));
 }
 
 TEST_F(ClientTest, PlanOfAJobThatDoesNotFitIsPrintedAndFails) {

@@ -36,11 +36,12 @@ void GroupScorer::Begin(std::uint64_t step, std::uint64_t num_steps, std::size_t
   groups_.resize(num_groups);
 }
 
-void GroupScorer::Add(std::size_t group_index, std::vector<RewardInput> completions) {
+void GroupScorer::Add(std::size_t group_index, std::vector<RewardInput> completions, std::string place) {
   MutexLock lock(&mutex_);
   if (group_index >= groups_.size()) return;
   Group& group = groups_[group_index];
   group.completions = std::move(completions);
+  group.place = std::move(place);
   group.rewards.reset();
   ++group.version;
   if (std::ranges::find(waiting_, group_index) == waiting_.end()) waiting_.push_back(group_index);
@@ -86,9 +87,10 @@ void GroupScorer::Run() {
     MutexLock lock(&mutex_);
     return is_stopping_ || is_abandoned_ || is_interrupted_();
   };
-  call.on_failure = [this](const RewardFailure& failure) {
+  std::string place;
+  call.on_failure = [this, &place](const RewardFailure& failure) {
     MutexLock lock(&mutex_);
-    if (failures_.size() < kMaxFailures) failures_.push_back(failure);
+    if (failures_.size() < kMaxFailures) failures_.push_back({failure.function, absl::StrCat(place, ": ", failure.text)});
   };
   MutexLock lock(&mutex_);
   while (!is_stopping_) {
@@ -100,11 +102,13 @@ void GroupScorer::Run() {
     waiting_.pop_front();
     const std::uint64_t version = groups_[index].version;
     const std::vector<RewardInput> completions = std::move(groups_[index].completions);
+    place = groups_[index].place;
     call.step = step_;
     call.num_steps = num_steps_;
     ++num_running_;
     mutex_.Unlock();
     absl::StatusOr<RewardTable> rewards = rewards_->Score(completions, call);
+    if (!rewards.ok()) rewards = Annotate(rewards.status(), place);
     mutex_.Lock();
     --num_running_;
     if (index < groups_.size() && groups_[index].version == version) groups_[index].rewards = std::move(rewards);

@@ -20,20 +20,21 @@ class GroupScorer {
 
   // Of the groups that follow.
   void Begin(std::uint64_t step, std::uint64_t num_steps, std::size_t num_groups);
-  // One group's completions, which may be scored from now on. A group that comes again replaces what it was. Requires: rows live
-  // until Finish or Abandon.
-  void Add(std::size_t group_index, std::vector<RewardInput> completions);
-  // Waits for all groups. Errors: the first by group index, with its row; INTERNAL (a group never came). Nothing is being scored
-  // afterwards.
+  // One group's completions, which may be scored from now on. A group that comes again replaces what it was. `place` is of its
+  // row, for messages: "data set line 13". Requires: rows live until Finish or Abandon.
+  void Add(std::size_t group_index, std::vector<RewardInput> completions, std::string place);
+  // Waits for all groups. Errors: the first by group index, with its place; INTERNAL (a group never came). Nothing is being
+  // scored afterwards.
   absl::StatusOr<std::vector<RewardTable>> Finish();
   // Drops what waits, interrupts what is being scored and waits for its end.
   void Abandon();
-  // Failures that policies counted as None since Begin.
+  // Failures that policies counted as None since Begin, with their places.
   std::vector<RewardFailure> TakeFailures();
 
  private:
   struct Group {
     std::vector<RewardInput> completions;
+    std::string place;
     std::uint64_t version = 0;  // rises when the group comes again
     std::optional<absl::StatusOr<RewardTable>> rewards;
   };

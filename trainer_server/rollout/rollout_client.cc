@@ -16,8 +16,14 @@ constexpr std::size_t kPieceTokens = 64 << 10;
 // Collects and checks the answers of one unit. A log-prob that is missing or not finite is an error, never replaced.
 class UnitCollector {
  public:
-  UnitCollector(const RolloutUnit& unit, std::size_t vocab_size)
-      : unit_(unit), vocab_size_(vocab_size), groups_(unit.prompts.size()), open_(unit.prompts.size() * unit.group_size) {
+  using Text = std::function<std::string(const Rollout& rollout)>;
+  UnitCollector(const RolloutUnit& unit, std::size_t vocab_size, Text text)
+      : unit_(unit),
+        vocab_size_(vocab_size),
+        text_(std::move(text)),
+        groups_(unit.prompts.size()),
+        open_in_group_(unit.prompts.size(), unit.group_size),
+        open_(unit.prompts.size() * unit.group_size) {
     for (RolloutGroup& group : groups_) group.members.resize(unit.group_size);
   }
 
@@ -34,7 +40,11 @@ class UnitCollector {
       return absl::InternalError(absl::StrCat(place, " goes on after its end"));
     }
     if (response.has_tokens()) return AddTokens(response.tokens(), place, &rollout);
-    return Finish(response.finished(), place, &rollout);
+    TANDEM_RETURN_IF_ERROR(Finish(response.finished(), place, &rollout));
+    if (--open_in_group_[response.group_index()] == 0 && unit_.on_group) {
+      unit_.on_group(response.group_index(), groups_[response.group_index()]);
+    }
+    return absl::OkStatus();
   }
 
   absl::StatusOr<std::vector<RolloutGroup>> Take() {
@@ -102,13 +112,16 @@ class UnitCollector {
           absl::StrCat(place, ": ", rollout->token_ids.size(), " tokens arrived of ", finished.completion_tokens()));
     }
     rollout->finish_reason = finished.reason();
+    rollout->text = text_(*rollout);
     --open_;
     return absl::OkStatus();
   }
 
   const RolloutUnit& unit_;
   const std::size_t vocab_size_;
+  const Text text_;
   std::vector<RolloutGroup> groups_;
+  std::vector<std::uint32_t> open_in_group_;  // completions
   std::size_t open_;
 };
 
@@ -165,7 +178,9 @@ absl::StatusOr<std::vector<RolloutGroup>> RolloutClient::DrawOnce(const RolloutU
   context.set_deadline(absl::ToChronoTime(absl::Now() + options_.unit_deadline));
   RolloutPeer::ScopedCall call(peer_, &context);
   auto stream = peer_->stub()->Generate(&context);
-  UnitCollector collector(unit, options_.vocab_size);
+  UnitCollector collector(unit, options_.vocab_size, [&](const Rollout& rollout) {
+    return CompletionText(*options_.tokenizer, options_.end_token_ids, unit.sampling, rollout);
+  });
   absl::Status fault;
   if (SendUnit(unit, stream.get())) {
     v1::GenerateResponse response;
@@ -183,14 +198,7 @@ absl::StatusOr<std::vector<RolloutGroup>> RolloutClient::Draw(const RolloutUnit&
   int busy_attempts = 0, lost_attempts = 0;
   while (true) {
     absl::StatusOr<std::vector<RolloutGroup>> groups = DrawOnce(unit);
-    if (groups.ok()) {
-      for (RolloutGroup& group : *groups) {
-        for (Rollout& rollout : group.members) {
-          rollout.text = CompletionText(*options_.tokenizer, options_.end_token_ids, unit.sampling, rollout);
-        }
-      }
-      return groups;
-    }
+    if (groups.ok()) return groups;
     const absl::Status status = groups.status();
     if (absl::IsCancelled(status) && peer_->is_interrupted()) return status;
     const bool is_gone = absl::IsUnavailable(status) || absl::IsCancelled(status) || absl::IsUnknown(status);

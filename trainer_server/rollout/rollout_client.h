@@ -23,6 +23,8 @@ struct RolloutUnit {
   v1::SamplingParams sampling;                    // its seed is set per group
   std::vector<std::span<const TokenId>> prompts;  // one a group
   std::vector<std::uint64_t> seeds;               // one a group
+  // Each group as soon as it is whole. A unit that is drawn again calls again, from its first group on. May be empty.
+  std::function<void(std::size_t group_index, const RolloutGroup& group)> on_group = {};
 };
 
 class RolloutClient {

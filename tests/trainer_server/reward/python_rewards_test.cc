@@ -276,8 +276,8 @@ TEST_F(PythonRewardsTest, GroupsAreScoredByManyWorkersAtATime) {
     scorer.Begin(1, 2, rows.size());
     const absl::Time begin = absl::Now();
     for (std::size_t g = 0; g < rows.size(); ++g) {
-      scorer.Add(g, {{.row = &rows[g], .completion = "thrown away", .completion_tokens = 1}});
-      scorer.Add(g, {{.row = &rows[g], .completion = std::string(g, 'x'), .completion_tokens = 1}});
+      scorer.Add(g, {{.row = &rows[g], .completion = "thrown away", .completion_tokens = 1}}, "");
+      scorer.Add(g, {{.row = &rows[g], .completion = std::string(g, 'x'), .completion_tokens = 1}}, "");
     }
     const auto tables = scorer.Finish();
     ASSERT_TRUE(tables.ok()) << tables.status();
@@ -286,7 +286,7 @@ TEST_F(PythonRewardsTest, GroupsAreScoredByManyWorkersAtATime) {
     if (round == 1) { EXPECT_LT(absl::Now() - begin, absl::Seconds(2.2)); }
   }
   scorer.Begin(1, 2, 2);
-  scorer.Add(0, {{.row = rows.data(), .completion = "", .completion_tokens = 1}});
+  scorer.Add(0, {{.row = rows.data(), .completion = "", .completion_tokens = 1}}, "");
   EXPECT_TRUE(absl::IsInternal(scorer.Finish().status()));
 }
 
