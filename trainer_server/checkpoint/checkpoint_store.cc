@@ -17,11 +17,17 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int kFormat = 1;
+constexpr int kFormat = 2;
 constexpr char kManifest[] = "manifest.json";
 constexpr char kAdapter[] = "adapter.bin";
 constexpr char kState[] = "state.json";
 constexpr char kJob[] = "job.textproto";
+constexpr char kEvaluation[] = "evaluation";
+constexpr char kEvaluatedStep[] = "evaluated_step";
+constexpr char kBestStep[] = "best_step";
+constexpr char kBestValue[] = "best_value";
+constexpr char kRisenValue[] = "risen_value";
+constexpr char kWithoutRise[] = "evaluations_without_rise";
 constexpr char kStepPrefix[] = "step-";
 constexpr char kPartialPrefix[] = "partial-";
 constexpr std::size_t kMaxTextBytes = 1 << 20;
@@ -43,15 +49,45 @@ constexpr StateField kStateFields[] = {{"step", &CheckpointState::step},
 struct ArrayFile {
   const char* name;
   std::span<std::byte> CheckpointArrays::*bytes;
+  bool is_optional = false;  // absent where the job has no such array
 };
 constexpr ArrayFile kArrayFiles[] = {{kAdapter, &CheckpointArrays::adapter},
                                      {"first_moments.bin", &CheckpointArrays::first_moments},
-                                     {"second_moments.bin", &CheckpointArrays::second_moments}};
+                                     {"second_moments.bin", &CheckpointArrays::second_moments},
+                                     {"reference.bin", &CheckpointArrays::reference, /*is_optional=*/true}};
 
 std::string StateToJson(const CheckpointState& state) {
   nlohmann::json json;
   for (const StateField& field : kStateFields) json[field.name] = state.*field.value;
+  const EvaluationProgress& progress = state.evaluation;
+  nlohmann::json& evaluation = json[kEvaluation] = nlohmann::json::object();
+  if (progress.evaluated_step.has_value()) evaluation[kEvaluatedStep] = *progress.evaluated_step;
+  if (progress.best_step.has_value()) {
+    evaluation[kBestStep] = *progress.best_step;
+    evaluation[kBestValue] = progress.best_value;
+    evaluation[kRisenValue] = progress.risen_value;
+  }
+  evaluation[kWithoutRise] = progress.evaluations_without_rise;
   return json.dump(1);
+}
+
+absl::StatusOr<EvaluationProgress> ProgressFromJson(const nlohmann::json& json, const std::string& path) {
+  EvaluationProgress progress;
+  const auto damaged = [&] { return absl::DataLossError(absl::StrCat(path, ": '", kEvaluation, "' is absent or not whole")); };
+  const auto found = json.find(kEvaluation);
+  if (found == json.end() || !found->is_object()) return damaged();
+  const auto is_count = [&](const char* name) { return found->contains(name) && (*found)[name].is_number_unsigned(); };
+  const auto is_number = [&](const char* name) { return found->contains(name) && (*found)[name].is_number(); };
+  if (!is_count(kWithoutRise)) return damaged();
+  progress.evaluations_without_rise = (*found)[kWithoutRise].get<std::uint64_t>();
+  if (is_count(kEvaluatedStep)) progress.evaluated_step = (*found)[kEvaluatedStep].get<std::uint64_t>();
+  if (is_count(kBestStep)) {
+    if (!is_number(kBestValue) || !is_number(kRisenValue)) return damaged();
+    progress.best_step = (*found)[kBestStep].get<std::uint64_t>();
+    progress.best_value = (*found)[kBestValue].get<double>();
+    progress.risen_value = (*found)[kRisenValue].get<double>();
+  }
+  return progress;
 }
 
 absl::StatusOr<CheckpointState> StateFromJson(const std::string& text, const std::string& path) {
@@ -63,6 +99,7 @@ absl::StatusOr<CheckpointState> StateFromJson(const std::string& text, const std
     }
     state.*field.value = json[field.name].get<std::uint64_t>();
   }
+  TANDEM_ASSIGN_OR_RETURN(state.evaluation, ProgressFromJson(json, path));
   return state;
 }
 
@@ -150,6 +187,7 @@ absl::Status CheckpointStore::Write(const CheckpointState& state, const std::str
   std::vector<std::byte> on_host;
   for (const ArrayFile& file : kArrayFiles) {
     const std::span<const std::byte> array = arrays.*file.bytes;
+    if (array.empty() && file.is_optional) continue;
     on_host.resize(array.size());
     TANDEM_RETURN_IF_ERROR(CopyToHost(arrays.device, on_host.data(), array.data(), array.size()));
     TANDEM_RETURN_IF_ERROR(write(file.name, on_host));
@@ -181,7 +219,9 @@ absl::Status CheckpointStore::Write(const CheckpointState& state, const std::str
   if (error) return absl::InternalError(absl::StrCat("renaming ", partial, " to ", final_name, " failed: ", error.message()));
   TANDEM_RETURN_IF_ERROR(SyncDirectory(directory_));
   const std::vector<std::uint64_t> steps = Steps();
-  for (std::size_t i = 0; i + keep < steps.size(); ++i) discard(DirectoryOf(steps[i]));
+  for (std::size_t i = 0; i + keep < steps.size(); ++i) {
+    if (steps[i] != state.evaluation.best_step) discard(DirectoryOf(steps[i]));
+  }
   return absl::OkStatus();
 }
 
@@ -201,8 +241,9 @@ absl::StatusOr<std::optional<CheckpointState>> CheckpointStore::LoadNewest(const
     return absl::DataLossError(absl::StrCat("checkpoint ", directory, " holds step ", state.step));
   }
   for (const ArrayFile& file : kArrayFiles) {
-    TANDEM_ASSIGN_OR_RETURN(const std::string bytes, ReadChecked(directory, manifest, file.name, kMaxArrayBytes));
     const std::span<std::byte> target = arrays.*file.bytes;
+    if (target.empty() && file.is_optional) continue;
+    TANDEM_ASSIGN_OR_RETURN(const std::string bytes, ReadChecked(directory, manifest, file.name, kMaxArrayBytes));
     if (bytes.size() != target.size()) {
       return absl::FailedPreconditionError(absl::StrCat("checkpoint ", directory, "/", file.name, " has ", bytes.size(),
                                                         " bytes; the job's adapter has ", target.size()));
@@ -212,12 +253,29 @@ absl::StatusOr<std::optional<CheckpointState>> CheckpointStore::LoadNewest(const
   return state;
 }
 
+absl::StatusOr<std::string> CheckpointStore::ReadAdapter(std::uint64_t step) const {
+  const std::string directory = DirectoryOf(step);
+  TANDEM_ASSIGN_OR_RETURN(const nlohmann::json manifest, ReadManifest(directory));
+  return ReadChecked(directory, manifest, kAdapter, kMaxArrayBytes);
+}
+
 absl::StatusOr<std::string> CheckpointStore::ReadNewestAdapter() const {
   const std::vector<std::uint64_t> steps = Steps();
   if (steps.empty()) return absl::NotFoundError(absl::StrCat("no checkpoint in ", directory_));
-  const std::string directory = DirectoryOf(steps.back());
-  TANDEM_ASSIGN_OR_RETURN(const nlohmann::json manifest, ReadManifest(directory));
-  return ReadChecked(directory, manifest, kAdapter, kMaxArrayBytes);
+  return ReadAdapter(steps.back());
+}
+
+absl::StatusOr<std::string> CheckpointStore::ReadBestAdapter() const {
+  const std::vector<std::uint64_t> steps = Steps();
+  if (steps.empty()) return absl::NotFoundError(absl::StrCat("no checkpoint in ", directory_));
+  const std::string newest = DirectoryOf(steps.back());
+  TANDEM_ASSIGN_OR_RETURN(const nlohmann::json manifest, ReadManifest(newest));
+  TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadChecked(newest, manifest, kState, kMaxTextBytes));
+  TANDEM_ASSIGN_OR_RETURN(const CheckpointState state, StateFromJson(text, newest + "/" + kState));
+  if (!state.evaluation.best_step.has_value()) {
+    return absl::NotFoundError(absl::StrCat("no evaluation before the checkpoint ", newest));
+  }
+  return ReadAdapter(*state.evaluation.best_step);
 }
 
 }  // namespace tandem

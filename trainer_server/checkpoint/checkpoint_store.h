@@ -1,9 +1,10 @@
 // Everything a job is at a step boundary, on disk: directory step-NNNNNN, written under another name, synced, renamed; then older
-// ones go. A checkpoint is whole or absent. Confined to the trainer thread; blocks.
+// ones go, but for that of the best evaluation. A checkpoint is whole or absent. Confined to the trainer thread; blocks.
 //
-// Files: adapter.bin, first_moments.bin, second_moments.bin (fp32 in AdapterLayout order), state.json, job.textproto, and
-// manifest.json with the size and SHA-256 of each. Random numbers are functions of (seed, counter), so the counters of state.json
-// are all of the generators' state. No group is in flight at a step boundary: the next unit is drawn from its start.
+// Files: adapter.bin, first_moments.bin, second_moments.bin and, where the reference moves, reference.bin (fp32 in AdapterLayout
+// order), state.json, job.textproto, and manifest.json with the size and SHA-256 of each. Random numbers are functions of (seed,
+// counter), so the counters of state.json are all of the generators' state. No group is in flight at a step boundary: the next
+// unit is drawn from its start.
 #pragma once
 
 #include <cstddef>
@@ -19,6 +20,17 @@
 
 namespace tandem {
 
+// What evaluations have told so far; see job/evaluation.h.
+struct EvaluationProgress {
+  std::optional<std::uint64_t> evaluated_step;  // the last one
+  std::optional<std::uint64_t> best_step;
+  double best_value = 0;   // with best_step
+  double risen_value = 0;  // of the last evaluation that counted as a rise; with best_step
+  std::uint64_t evaluations_without_rise = 0;
+
+  bool operator==(const EvaluationProgress&) const = default;
+};
+
 struct CheckpointState {
   std::uint64_t step = 0;            // steps finished
   std::uint64_t weight_version = 0;  // of the adapter
@@ -28,13 +40,14 @@ struct CheckpointState {
   std::uint64_t num_tokens = 0;        // prompt and completion tokens so far
   std::uint64_t history_bytes = 0;     // of history.jsonl
   std::uint64_t groups_in_flight = 0;  // always 0
+  EvaluationProgress evaluation;
 
   bool operator==(const CheckpointState&) const = default;
 };
 
-// The adapter and the optimizer's moments; all of one size, on one device.
+// The adapter, the optimizer's moments, and a reference that moves (empty: it stays as it is); all of one size, on one device.
 struct CheckpointArrays {
-  std::span<std::byte> adapter, first_moments, second_moments;
+  std::span<std::byte> adapter, first_moments, second_moments, reference;
   Device device = Device::kCpu;
 };
 
@@ -55,10 +68,13 @@ class CheckpointStore {
   absl::StatusOr<std::optional<CheckpointState>> LoadNewest(const std::string& job_text, const CheckpointArrays& arrays) const;
   // The adapter alone, checked as above, for export. Errors: NOT_FOUND (no checkpoint), DATA_LOSS.
   absl::StatusOr<std::string> ReadNewestAdapter() const;
+  // That of the best evaluation. Errors: NOT_FOUND (nothing was evaluated yet) too.
+  absl::StatusOr<std::string> ReadBestAdapter() const;
 
  private:
   explicit CheckpointStore(std::string directory) : directory_(std::move(directory)) {}
   std::string DirectoryOf(std::uint64_t step) const;
+  absl::StatusOr<std::string> ReadAdapter(std::uint64_t step) const;
 
   std::string directory_;
 };

@@ -12,8 +12,11 @@
 #include "google/protobuf/io/tokenizer.h"
 #include "google/protobuf/text_format.h"
 #include "trainer_server/job/adapter_files.h"
+#include "trainer_server/job/evaluation.h"
+#include "trainer_server/job/recipe.h"
 #include "trainer_server/loss/loss_config.h"
 #include "trainer_server/prompt/prompt_source.h"
+#include "trainer_server/reward/python_worker.h"
 
 namespace tandem {
 namespace {
@@ -61,17 +64,9 @@ bool IsJobName(const std::string& text) {
   });
 }
 
-void CheckRollout(const JobSurroundings& surroundings, v1::RolloutConfig* rollout, Lines* faults, Lines* warnings) {
-  const FieldCheck check("rollout.", faults);
-  check.Range("prompts_per_step", rollout->prompts_per_step(), 1, 65536);
-  check.Range("group_size", rollout->group_size(), 1, 1024);
-  if (rollout->group_size() == 1)
-    warnings->push_back("rollout.group_size: 1: with one completion a prompt, group advantages are 0");
-
-  v1::SamplingParams* sampling = rollout->mutable_sampling();
-  const FieldCheck sampled("rollout.sampling.", faults);
-  sampled.Expect(sampling->temperature() >= 1e-4 && sampling->temperature() <= 100, "temperature", sampling->temperature(),
-                 ">= 1e-4 and <= 100: a job samples");
+// All but the temperature, which a job's rollouts need and an evaluation may do without. Fills defaults.
+void CheckSampling(const JobSurroundings& surroundings, const std::string& prefix, v1::SamplingParams* sampling, Lines* faults) {
+  const FieldCheck sampled(prefix, faults);
   if (sampling->top_p() == 0) sampling->set_top_p(1);
   sampled.Expect(sampling->top_p() > 0 && sampling->top_p() <= 1, "top_p", sampling->top_p(), "> 0 and <= 1");
   sampled.Expect(sampling->min_p() >= 0 && sampling->min_p() < 1, "min_p", sampling->min_p(), ">= 0 and < 1");
@@ -89,6 +84,20 @@ void CheckRollout(const JobSurroundings& surroundings, v1::RolloutConfig* rollou
   for (const std::string& stop : sampling->stop_strings()) {
     sampled.Expect(!stop.empty() && stop.size() <= 256, "stop_strings", absl::StrCat(stop.size(), " bytes"), "1 to 256 bytes");
   }
+}
+
+void CheckRollout(const JobSurroundings& surroundings, v1::RolloutConfig* rollout, Lines* faults, Lines* warnings) {
+  const FieldCheck check("rollout.", faults);
+  check.Range("prompts_per_step", rollout->prompts_per_step(), 1, 65536);
+  check.Range("group_size", rollout->group_size(), 1, 1024);
+  if (rollout->group_size() == 1)
+    warnings->push_back("rollout.group_size: 1: with one completion a prompt, group advantages are 0");
+
+  v1::SamplingParams* sampling = rollout->mutable_sampling();
+  FieldCheck("rollout.sampling.", faults)
+      .Expect(sampling->temperature() >= 1e-4 && sampling->temperature() <= 100, "temperature", sampling->temperature(),
+              ">= 1e-4 and <= 100: a job samples");
+  CheckSampling(surroundings, "rollout.sampling.", sampling, faults);
   if (sampling->seed() != 0) warnings->push_back("rollout.sampling.seed: has no effect; seeds are derived from the job's");
   if (sampling->top_p() < 1 || sampling->top_k() > 0 || sampling->min_p() > 0) {
     warnings->push_back(
@@ -101,6 +110,29 @@ void CheckRollout(const JobSurroundings& surroundings, v1::RolloutConfig* rollou
   }
   if (sampling->ignore_end_tokens())
     warnings->push_back("rollout.sampling.ignore_end_tokens: completions never end by themselves");
+  if (rollout->has_dynamic_sampling()) {
+    FieldCheck("rollout.dynamic_sampling.", faults).Range("max_rounds", rollout->dynamic_sampling().max_rounds(), 2, 64);
+  }
+}
+
+// Passes and mini-batches of a rollout batch, and the reference that moves beside them.
+void CheckUpdates(v1::JobSpec* spec, const LossOptions& options, const AdvantageOptions& advantage, Lines* faults) {
+  v1::LossConfig* const loss = spec->mutable_loss();
+  if (loss->updates_per_rollout() == 0) loss->set_updates_per_rollout(1);
+  if (loss->mini_batches_per_rollout() == 0) loss->set_mini_batches_per_rollout(1);
+  const FieldCheck check("loss.", faults);
+  check.Range("updates_per_rollout", loss->updates_per_rollout(), 1, 64);
+  const std::uint32_t prompts = spec->rollout().prompts_per_step(), parts = loss->mini_batches_per_rollout();
+  check.Expect(prompts % parts == 0, "mini_batches_per_rollout", parts,
+               absl::StrCat("a divisor of rollout.prompts_per_step, ", prompts));
+  if (!loss->has_reference_sync()) return;
+  const v1::ReferenceSync& sync = loss->reference_sync();
+  check.Range("reference_sync.interval_steps", sync.interval_steps(), 1, 1000000);
+  check.Expect(sync.alpha() > 0 && sync.alpha() <= 1, "reference_sync.alpha", sync.alpha(), "> 0 and <= 1");
+  if (options.beta == 0 && advantage.kl_in_reward == 0) {
+    faults->push_back(
+        "loss.reference_sync: set, but neither loss.beta nor advantage.kl_in_reward measures a KL to the reference");
+  }
 }
 
 // A start adapter is trained on as it is: its shape and scale are the job's.
@@ -191,16 +223,30 @@ void CheckOptimizer(const v1::JobSpec& spec, v1::OptimizerConfig* optimizer, Lin
   plan->learning_rate.final_ratio = optimizer->final_learning_rate_ratio();
 }
 
-void CheckRewards(v1::JobSpec* spec, Lines* faults, JobPlan* plan) {
-  absl::StatusOr<RewardSet> rewards = RewardSet::Create(spec->rewards());
+void CheckRewards(const JobSurroundings& surroundings, JobOrigin origin, v1::JobSpec* spec, Lines* faults, JobPlan* plan) {
+  absl::StatusOr<RewardSet> rewards = RewardSet::Create(
+      spec->rewards(),
+      {.sandbox = surroundings.sandbox,
+       .path_of_content = [&surroundings](const std::string& sha256) { return surroundings.content->PathOf(sha256); },
+       .data = spec->data(),
+       .worker_pools = std::make_shared<PythonWorkerPools>()});
   if (!rewards.ok()) {
     faults->push_back(std::string(rewards.status().message()));
     return;
+  }
+  if (origin == JobOrigin::kSubmitted) {
+    const absl::Status checked = rewards->Check();
+    if (!checked.ok()) faults->push_back(std::string(checked.message()));
   }
   for (int i = 0; i < spec->rewards_size(); ++i)
     spec->mutable_rewards(i)->set_name(rewards->names()[static_cast<std::size_t>(i)]);
   plan->advantage.weights = rewards->weights();
   plan->advantage.function_names = rewards->names();
+  const std::string& named = spec->rollout().dynamic_sampling().reward();
+  if (!named.empty() && std::ranges::find(rewards->names(), named) == rewards->names().end()) {
+    faults->push_back(absl::StrCat("rollout.dynamic_sampling.reward: '", named,
+                                   "'; must be one of the rewards: ", absl::StrJoin(rewards->names(), ", ")));
+  }
   plan->rewards = *std::move(rewards);
 }
 
@@ -219,16 +265,24 @@ std::shared_ptr<const DataSet> OpenContent(const JobSurroundings& surroundings, 
   return *std::move(data);
 }
 
-// Rows whose prompts are encoded before they are drawn.
-std::vector<bool> RowsToEncode(const DataSet& data) {
-  std::vector<bool> is_encoded(data.num_rows(), false);
-  const std::size_t first = std::min(data.num_rows(), kMaxEncodedRows);
+// Some rows of a data set.
+struct RowView {
+  const DataSet& data;
+  const RowIndices& rows;
+  std::size_t size() const { return rows == nullptr ? data.num_rows() : rows->size(); }
+  std::size_t operator[](std::size_t place) const { return rows == nullptr ? place : (*rows)[place]; }
+};
+
+// By place: those whose prompts are encoded before they are drawn.
+std::vector<bool> RowsToEncode(const RowView& view) {
+  std::vector<bool> is_encoded(view.size(), false);
+  const std::size_t first = std::min(view.size(), kMaxEncodedRows);
   std::fill_n(is_encoded.begin(), first, true);
-  std::vector<std::size_t> others(data.num_rows() - first);
+  std::vector<std::size_t> others(view.size() - first);
   std::iota(others.begin(), others.end(), first);
   const std::size_t num_long = std::min(others.size(), kMaxEncodedLongRows);
   std::ranges::partial_sort(others, others.begin() + static_cast<std::ptrdiff_t>(num_long), std::ranges::greater(),
-                            [&](std::size_t row) { return data.size_bytes_of(row); });
+                            [&](std::size_t place) { return view.data.size_bytes_of(view[place]); });
   for (std::size_t i = 0; i < num_long; ++i) is_encoded[others[i]] = true;
   return is_encoded;
 }
@@ -239,56 +293,93 @@ void Take(std::uint64_t num_tokens, std::optional<PromptLengths>* lengths) {
   (*lengths)->longest = std::max((*lengths)->longest, num_tokens);
 }
 
-absl::Status MeasurePrompts(const JobSurroundings& surroundings, const v1::DataConfig& config, const DataSet& data,
+absl::Status MeasurePrompts(const JobSurroundings& surroundings, const v1::DataConfig& config, const RowView& view,
                             std::optional<PromptLengths>* lengths) {
-  const std::vector<bool> is_encoded = RowsToEncode(data);
-  for (std::size_t i = 0; i < data.num_rows(); ++i) {
+  const std::vector<bool> is_encoded = RowsToEncode(view);
+  for (std::size_t i = 0; i < view.size(); ++i) {
     if (!is_encoded[i]) continue;
-    TANDEM_ASSIGN_OR_RETURN(const nlohmann::json row, data.ReadRow(i));
-    TANDEM_ASSIGN_OR_RETURN(const std::vector<TokenId> ids, EncodePrompt(*surroundings.encoder, config, row, data.line_of(i)));
-    Take(ids.size(), lengths);
+    TANDEM_ASSIGN_OR_RETURN(const nlohmann::json row, view.data.ReadRow(view[i]));
+    TANDEM_ASSIGN_OR_RETURN(const EncodedPrompt prompt,
+                            EncodePrompt(*surroundings.encoder, config, row, view.data.line_of(view[i])));
+    Take(prompt.token_ids.size(), lengths);
   }
   return absl::OkStatus();
 }
 
 // Every row is an object with the fields that the rewards need; its prompt can be encoded and leaves room for the completion.
-void CheckRows(const JobSurroundings& surroundings, const JobPlan& plan, const DataSet& data, const std::string& field,
-               Lines* faults, std::optional<PromptLengths>* lengths) {
+void CheckRows(const JobSurroundings& surroundings, const JobPlan& plan, const RowView& view, const std::string& field,
+               std::uint64_t max_completion_tokens, Lines* faults, std::optional<PromptLengths>* lengths) {
   const std::uint64_t max_prompt_tokens =
       static_cast<std::uint64_t>(std::max(surroundings.model.max_positions, 0)) -
-      std::min<std::uint64_t>(plan.spec.rollout().sampling().max_tokens(),
-                              static_cast<std::uint64_t>(std::max(surroundings.model.max_positions, 0)));
+      std::min<std::uint64_t>(max_completion_tokens, static_cast<std::uint64_t>(std::max(surroundings.model.max_positions, 0)));
   const Lines needed = plan.rewards.has_value() ? plan.rewards->required_fields() : Lines();
-  const std::vector<bool> is_encoded = RowsToEncode(data);
+  const std::vector<bool> is_encoded = RowsToEncode(view);
   std::size_t num_faults = 0;
-  for (std::size_t i = 0; i < data.num_rows() && num_faults < kMaxRowFaults; ++i) {
+  for (std::size_t i = 0; i < view.size() && num_faults < kMaxRowFaults; ++i) {
+    const std::size_t line = view.data.line_of(view[i]);
     const auto fault = [&](const std::string& message) {
       faults->push_back(absl::StrCat(field, ": ", message));
       ++num_faults;
     };
-    const auto row = data.ReadRow(i);
+    const auto row = view.data.ReadRow(view[i]);
     if (!row.ok()) {
       fault(std::string(row.status().message()));
       continue;
     }
     for (const std::string& name : needed) {
       if (!row->contains(name)) {
-        fault(absl::StrCat("data set line ", data.line_of(i), " has no field '", name, "', which a reward needs"));
+        fault(absl::StrCat("data set line ", line, " has no field '", name, "', which a reward needs"));
       }
     }
     if (!is_encoded[i]) continue;
-    const auto ids = EncodePrompt(*surroundings.encoder, plan.spec.data(), *row, data.line_of(i));
-    if (!ids.ok()) {
-      fault(std::string(ids.status().message()));
-    } else if (ids->size() > max_prompt_tokens) {
-      fault(absl::StrCat("data set line ", data.line_of(i), ": the prompt has ", ids->size(), " tokens; the limit is ",
+    const auto prompt = EncodePrompt(*surroundings.encoder, plan.spec.data(), *row, line);
+    if (!prompt.ok()) {
+      fault(std::string(prompt.status().message()));
+    } else if (prompt->token_ids.size() > max_prompt_tokens) {
+      fault(absl::StrCat("data set line ", line, ": the prompt has ", prompt->token_ids.size(), " tokens; the limit is ",
                          max_prompt_tokens, ": the model's ", surroundings.model.max_positions, " positions less max_tokens ",
-                         plan.spec.rollout().sampling().max_tokens()));
+                         max_completion_tokens, ". data.max_prompt_tokens leaves such rows out"));
     } else {
-      Take(ids->size(), lengths);
+      Take(prompt->token_ids.size(), lengths);
     }
   }
   if (num_faults == kMaxRowFaults) faults->push_back(absl::StrCat(field, ": further rows were not checked"));
+}
+
+// Of which rows. False when that is a fault already.
+bool ChooseRows(const JobSurroundings& surroundings, Lines* faults, JobPlan* plan) {
+  if (plan->data == nullptr) return false;
+  auto rows = SelectRows(*surroundings.encoder, plan->spec.data(), *plan->data);
+  if (!rows.ok()) {
+    faults->push_back(absl::StrCat("data.", rows.status().message()));
+    return false;
+  }
+  plan->rows = *std::move(rows);
+  return true;
+}
+
+// Held-out rows of the data set, or a file of its own.
+void OpenEvaluation(const JobSurroundings& surroundings, Lines* faults, JobPlan* plan) {
+  const v1::JobSpec& spec = plan->spec;
+  if (!spec.has_evaluation()) {
+    if (plan->rows.held_out == nullptr) return;
+    plan->warnings.push_back(absl::StrCat("data.held_out_share: ", plan->rows.counts.held_out(),
+                                          " rows are held out and nothing scores them: add evaluation {}"));
+    return;
+  }
+  const FieldCheck check("evaluation.", faults);
+  check.Expect(spec.evaluation().path().empty(), "path", spec.evaluation().path(), "replaced by the store's content");
+  if (!spec.evaluation().content().empty()) {
+    plan->evaluation = OpenContent(surroundings, "evaluation", spec.evaluation().content(), faults);
+    if (plan->rows.held_out != nullptr) {
+      plan->warnings.push_back("evaluation.path: has rows of its own; those that data.held_out_share keeps back are not scored");
+    }
+  } else if (plan->rows.held_out != nullptr) {
+    plan->evaluation = plan->data;
+    plan->evaluation_rows = plan->rows.held_out;
+  } else {
+    check.Expect(false, "path", "''", "a file, or data.held_out_share above 0");
+  }
 }
 
 void CheckData(const JobSurroundings& surroundings, JobOrigin origin, Lines* faults, JobPlan* plan) {
@@ -296,26 +387,40 @@ void CheckData(const JobSurroundings& surroundings, JobOrigin origin, Lines* fau
   const FieldCheck check("data.", faults);
   check.Expect(spec.data().path().empty(), "path", spec.data().path(), "replaced by the store's content on submission");
   if (spec.data().prompt_field().empty()) spec.mutable_data()->set_prompt_field("prompt");
-  plan->data = OpenContent(surroundings, "data", spec.data().content(), faults);
-  if (spec.has_evaluation()) {
-    FieldCheck("evaluation.", faults)
-        .Expect(spec.evaluation().path().empty(), "path", spec.evaluation().path(), "replaced by the store's content");
-    plan->evaluation = OpenContent(surroundings, "evaluation", spec.evaluation().content(), faults);
+  const double share = spec.data().held_out_share();
+  check.Expect(share >= 0 && share < 1, "held_out_share", share, "0 to less than 1");
+  const std::uint32_t most = spec.data().max_prompt_tokens();
+  check.Expect(most == 0 || most >= spec.data().min_prompt_tokens(), "max_prompt_tokens", most,
+               absl::StrCat("0, or at least min_prompt_tokens, ", spec.data().min_prompt_tokens()));
+  bool is_good = share >= 0 && share < 1;
+  if (!spec.data().template_arguments().empty()) {
+    const absl::Status arguments = PromptEncoder::CheckTemplateArguments(spec.data().template_arguments());
+    if (!arguments.ok()) faults->push_back(absl::StrCat("data.", arguments.message()));
+    is_good = is_good && arguments.ok();
   }
+  if (origin == JobOrigin::kSettings) return;
+  plan->data = OpenContent(surroundings, "data", spec.data().content(), faults);
+  const bool has_rows = is_good && ChooseRows(surroundings, faults, plan);
+  if (has_rows || !spec.evaluation().content().empty()) OpenEvaluation(surroundings, faults, plan);
+  if (!has_rows) return;
   if (origin == JobOrigin::kSubmitted) {
-    if (plan->data != nullptr) CheckRows(surroundings, *plan, *plan->data, "data", faults, &plan->prompts);
-    if (plan->evaluation != nullptr && spec.evaluation().content() != spec.data().content()) {
-      CheckRows(surroundings, *plan, *plan->evaluation, "evaluation", faults, &plan->evaluation_prompts);
+    const std::uint64_t max_tokens = spec.rollout().sampling().max_tokens();
+    const std::uint64_t evaluation_max_tokens = EvaluationSampling(spec).max_tokens();
+    CheckRows(surroundings, *plan, {*plan->data, plan->rows.trained}, "data", max_tokens, faults, &plan->prompts);
+    if (plan->evaluation != nullptr &&
+        (spec.evaluation().content() != spec.data().content() || evaluation_max_tokens > max_tokens)) {
+      CheckRows(surroundings, *plan, {*plan->evaluation, plan->evaluation_rows}, "evaluation", evaluation_max_tokens, faults,
+                &plan->evaluation_prompts);
     }
   }
-  if (plan->evaluation != nullptr && spec.evaluation().num_prompts() == 0) {
-    spec.mutable_evaluation()->set_num_prompts(static_cast<std::uint32_t>(plan->evaluation->num_rows()));
-  }
   if (plan->evaluation != nullptr) {
-    FieldCheck("evaluation.", faults).Range("num_prompts", spec.evaluation().num_prompts(), 1, plan->evaluation->num_rows());
+    const std::uint64_t num_rows = RowView{*plan->evaluation, plan->evaluation_rows}.size();
+    if (spec.evaluation().num_prompts() == 0) spec.mutable_evaluation()->set_num_prompts(static_cast<std::uint32_t>(num_rows));
+    FieldCheck("evaluation.", faults).Range("num_prompts", spec.evaluation().num_prompts(), 1, num_rows);
+    plan->rows.counts.set_evaluated(spec.evaluation().num_prompts());
   }
-  if (plan->data == nullptr || spec.rollout().prompts_per_step() == 0) return;
-  const std::uint64_t num_rows = plan->data->num_rows(), prompts = spec.rollout().prompts_per_step();
+  if (spec.rollout().prompts_per_step() == 0) return;
+  const std::uint64_t num_rows = plan->rows.counts.trained(), prompts = spec.rollout().prompts_per_step();
   plan->steps_per_epoch = (num_rows + prompts - 1) / prompts;
   if (num_rows < prompts) {
     plan->warnings.push_back(absl::StrCat("rollout.prompts_per_step: ", prompts, " is more than the data set's ", num_rows,
@@ -338,8 +443,24 @@ void EchoRecipe(JobPlan* plan) {
     loss->set_epsilon_low(plan->loss.epsilon_low);
     loss->set_epsilon_high(plan->loss.epsilon_high);
   }
+  if (plan->loss.surrogate == Surrogate::kCispo) loss->set_cispo_max_ratio(plan->loss.cispo_max_ratio);
+  if (plan->loss.surrogate == Surrogate::kSapo) {
+    loss->set_sapo_temperature_positive(plan->loss.sapo_temperature_positive);
+    loss->set_sapo_temperature_negative(plan->loss.sapo_temperature_negative);
+  }
+  if (plan->loss.surrogate == Surrogate::kVespo) {
+    loss->set_vespo_k_positive(plan->loss.vespo_k_positive);
+    loss->set_vespo_lambda_positive(plan->loss.vespo_lambda_positive);
+    loss->set_vespo_k_negative(plan->loss.vespo_k_negative);
+    loss->set_vespo_lambda_negative(plan->loss.vespo_lambda_negative);
+  }
   if (plan->loss.aggregation == Aggregation::kConstant) loss->set_constant_divisor(plan->loss.max_completion_length);
   loss->set_beta(plan->loss.beta);
+  if (plan->loss.beta != 0) {
+    loss->set_kl_estimator(static_cast<v1::KlEstimator>(static_cast<int>(plan->loss.kl_estimator) + 1));
+    loss->set_kl_log_ratio_clamp(*plan->loss.kl_log_ratio_clamp);
+    loss->set_kl_output_clamp(*plan->loss.kl_output_clamp);
+  }
   v1::RolloutCorrection* correction = loss->mutable_rollout_correction();
   correction->set_mode(static_cast<v1::RolloutCorrectionMode>(static_cast<int>(plan->loss.rollout_correction) + 1));
   if (plan->loss.correction_min.has_value()) correction->set_min(*plan->loss.correction_min);
@@ -360,8 +481,9 @@ void WarnOfCosts(JobPlan* plan) {
   if (plan->advantage.kl_in_reward != 0) {
     plan->warnings.push_back("advantage.kl_in_reward: costs two scoring passes each step, of the policy and of its reference");
   }
-  if (plan->spec.loss().updates_per_rollout() > 1) {
-    plan->warnings.push_back("loss.updates_per_rollout: costs a scoring pass of the policy before the first update");
+  if (plan->spec.loss().updates_per_rollout() * plan->spec.loss().mini_batches_per_rollout() > 1) {
+    plan->warnings.push_back(
+        "loss.updates_per_rollout, mini_batches_per_rollout: several updates cost a scoring pass of the policy before the first");
   }
   if (plan->loss.top_entropy_quantile < 1) {
     plan->warnings.push_back("loss.top_entropy_quantile: costs a scoring pass of the policy before each update");
@@ -384,16 +506,27 @@ absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundin
   if (!parser.ParseFromString(job_text, &plan.spec)) return Faulty(faults);
 
   v1::JobSpec& spec = plan.spec;
+  const v1::JobSpec given = spec;
+  // A stored job is resolved: a later version's recipe is not its.
+  std::set<std::string> by_recipe;
+  if (origin == JobOrigin::kSubmitted) by_recipe = ApplyRecipe(&spec, &plan.warnings, &faults);
   const FieldCheck check("", &faults);
   check.Expect(IsJobName(spec.name()), "name", absl::StrCat("'", spec.name().substr(0, 80), "'"), "[a-z0-9_-]{1,64}");
   check.Range("num_steps", spec.num_steps(), 1, 1000000);
   CheckRollout(surroundings, spec.mutable_rollout(), &faults, &plan.warnings);
-  if (spec.loss().updates_per_rollout() == 0) spec.mutable_loss()->set_updates_per_rollout(1);
-  FieldCheck("loss.", &faults).Range("updates_per_rollout", spec.loss().updates_per_rollout(), 1, 64);
   plan.loss = LossOptionsFromConfig(spec.loss(), spec.rollout().sampling().max_tokens(), &faults);
   plan.advantage = AdvantageOptionsFromConfig(spec.advantage(), spec.loss().preset(), &faults);
   CheckRecipe(plan.loss, plan.advantage, &faults);
-  CheckRewards(&spec, &faults, &plan);
+  CheckUpdates(&spec, plan.loss, plan.advantage, &faults);
+  CheckRewards(surroundings, origin, &spec, &faults, &plan);
+  CheckEvaluation(&spec, &faults);
+  if (spec.evaluation().has_sampling()) {
+    v1::SamplingParams sampling = EvaluationSampling(spec);
+    const double temperature = sampling.temperature();
+    FieldCheck("evaluation.sampling.", &faults)
+        .Expect(temperature >= 0 && temperature <= 100, "temperature", temperature, ">= 0 and <= 100");
+    CheckSampling(surroundings, "evaluation.sampling.", &sampling, &faults);
+  }
   CheckAdapter(surroundings, spec.mutable_adapter(), &faults, &plan);
   CheckOptimizer(spec, spec.mutable_optimizer(), &faults, &plan);
   const FieldCheck batch("batch.", &faults);
@@ -408,6 +541,10 @@ absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundin
   if (spec.checkpoint().keep() == 0) spec.mutable_checkpoint()->set_keep(2);
   FieldCheck("checkpoint.", &faults).Range("keep", spec.checkpoint().keep(), 1, 1000);
   CheckData(surroundings, origin, &faults, &plan);
+  for (std::string& fault : faults) {
+    if (!by_recipe.contains(fault.substr(0, fault.find(':')))) continue;
+    absl::StrAppend(&fault, " (given by recipe '", spec.recipe(), "')");
+  }
   if (!faults.empty()) return Faulty(faults);
 
   plan.policy.temperature = spec.rollout().sampling().temperature();
@@ -415,40 +552,57 @@ absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundin
   plan.policy.seed = spec.seed();
   EchoRecipe(&plan);
   WarnOfCosts(&plan);
+  for (std::string& warning : MisleadingSettings(given, spec)) plan.warnings.push_back(std::move(warning));
   return plan;
+}
+
+absl::StatusOr<std::string> JobText(const JobPlan& plan) {
+  std::string text;
+  if (!google::protobuf::TextFormat::PrintToString(plan.spec, &text)) return absl::InternalError("the job cannot be printed");
+  if (text.size() > kMaxJobTextBytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the job with its defaults has ", text.size(), " bytes; the limit is ", kMaxJobTextBytes));
+  }
+  return text;
 }
 
 absl::Status MeasureMemory(const JobSurroundings& surroundings, const NodeMemory& node, JobPlan* plan) {
   const v1::JobSpec& spec = plan->spec;
   if (!plan->prompts.has_value()) {
-    TANDEM_RETURN_IF_ERROR(MeasurePrompts(surroundings, spec.data(), *plan->data, &plan->prompts));
+    TANDEM_RETURN_IF_ERROR(MeasurePrompts(surroundings, spec.data(), {*plan->data, plan->rows.trained}, &plan->prompts));
   }
   if (plan->evaluation != nullptr && !plan->evaluation_prompts.has_value()) {
     if (spec.evaluation().content() == spec.data().content()) {
       plan->evaluation_prompts = plan->prompts;
     } else {
-      TANDEM_RETURN_IF_ERROR(MeasurePrompts(surroundings, spec.data(), *plan->evaluation, &plan->evaluation_prompts));
+      TANDEM_RETURN_IF_ERROR(
+          MeasurePrompts(surroundings, spec.data(), {*plan->evaluation, plan->evaluation_rows}, &plan->evaluation_prompts));
     }
   }
   const bool is_kl_in_reward = plan->advantage.kl_in_reward != 0, needs_entropies = plan->loss.top_entropy_quantile < 1;
   const std::uint64_t updates = spec.loss().updates_per_rollout();
+  const bool needs_old = updates * spec.loss().mini_batches_per_rollout() > 1 || is_kl_in_reward;
   JobMemory& needs = plan->needs;
   needs.rank = plan->policy.rank;
   needs.adapter_bytes = plan->layout.total_bytes;
-  needs.has_start_adapter = !spec.adapter().start_config_content().empty();
+  needs.has_reference_adapter = !spec.adapter().start_config_content().empty() || spec.loss().has_reference_sync();
   needs.has_dropout = plan->policy.dropout > 0;
   needs.prompts_per_step = spec.rollout().prompts_per_step();
   needs.group_size = spec.rollout().group_size();
   needs.shortest_prompt_tokens = plan->spec.batch().score_prompts() ? 0 : plan->prompts->shortest;
   needs.longest_prompt_tokens = plan->prompts->longest;
-  needs.longest_evaluation_prompt_tokens = plan->evaluation_prompts.has_value() ? plan->evaluation_prompts->longest : 0;
+  // What an evaluation's completions are longer than the job's counts as if it were the prompt's.
+  const std::uint64_t max_tokens = spec.rollout().sampling().max_tokens(), own = EvaluationSampling(spec).max_tokens();
+  needs.longest_evaluation_prompt_tokens =
+      plan->evaluation_prompts.has_value() ? plan->evaluation_prompts->longest + (own - std::min(own, max_tokens)) : 0;
   needs.max_completion_tokens = spec.rollout().sampling().max_tokens();
   needs.micro_batch_tokens = spec.batch().micro_batch_tokens();
   needs.logit_chunk = spec.batch().logit_chunk();
   needs.updates_per_rollout = updates;
-  needs.scoring_passes = (plan->loss.beta != 0 || is_kl_in_reward ? 1u : 0u) + (needs_entropies                  ? updates
-                                                                                : updates > 1 || is_kl_in_reward ? 1u
-                                                                                                                 : 0u);
+  // The entropies of the first update come with the old log-probs, unless it sees but a part of the batch.
+  const std::uint64_t policy_passes =
+      needs_entropies ? updates + (spec.loss().mini_batches_per_rollout() > 1 ? 1 : 0) : needs_old;
+  needs.scoring_passes = (plan->loss.beta != 0 || is_kl_in_reward ? 1 : 0) + policy_passes;
   plan->memory = PlanMemory(surroundings.model, needs, node);
   return absl::OkStatus();
 }

@@ -20,6 +20,7 @@
 #include "trainer_server/plan/memory_plan.h"
 #include "trainer_server/policy/policy_model.h"
 #include "trainer_server/prompt/data_set.h"
+#include "trainer_server/prompt/row_selection.h"
 #include "trainer_server/reward/reward_set.h"
 
 namespace tandem {
@@ -30,6 +31,7 @@ struct JobSurroundings {
   std::shared_ptr<const PromptEncoder> encoder;
   const ContentStore* content = nullptr;
   std::function<NodeMemory()> node_memory;  // as it is now
+  SandboxSource* sandbox = nullptr;         // of rewards
 };
 
 // In tokens, of the prompts that were encoded.
@@ -42,7 +44,9 @@ struct JobPlan {
   v1::JobSpec spec;  // defaults filled in
   std::vector<std::string> warnings;
   std::shared_ptr<const DataSet> data;
-  std::shared_ptr<const DataSet> evaluation;  // null: none
+  RowSelection rows;                          // of data
+  std::shared_ptr<const DataSet> evaluation;  // null: none; data itself where its rows are held out
+  RowIndices evaluation_rows;                 // of evaluation
   std::optional<RewardSet> rewards;
   LossOptions loss;
   AdvantageOptions advantage;
@@ -62,11 +66,16 @@ inline constexpr std::size_t kMaxJobTextBytes = 256 << 10;
 inline constexpr std::size_t kMaxEncodedRows = 4096;
 inline constexpr std::size_t kMaxEncodedLongRows = 256;
 
-// kSubmitted: rows are checked too. kStored: they were, and content does not change under its address.
-enum class JobOrigin { kSubmitted, kStored };
+// kSubmitted: rows are checked too. kStored: they were, and content does not change under its address. kSettings: the data set is
+// not looked at, and the plan has none.
+enum class JobOrigin { kSubmitted, kStored, kSettings };
 
 // Errors: INVALID_ARGUMENT listing every fault, one a line; RESOURCE_EXHAUSTED (text longer than kMaxJobTextBytes).
 absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundings& surroundings, JobOrigin origin);
+
+// The job as it runs, recipe and defaults filled in: what is stored with it. It plans to itself. Errors: RESOURCE_EXHAUSTED
+// (longer than kMaxJobTextBytes).
+absl::StatusOr<std::string> JobText(const JobPlan& plan);
 
 // Fills `needs`, but for its live_sequences, and `memory` of a plan from PlanJob. `node`: as surroundings.node_memory() tells it.
 // Errors: those of reading and encoding a row.

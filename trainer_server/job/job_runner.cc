@@ -172,7 +172,8 @@ void JobRunner::RunJob(const StoredJob& job) {
 absl::StatusOr<std::unique_ptr<TrainingLoop>> JobRunner::Begin(const StoredJob& job) {
   const std::string& name = job.status.job();
   TANDEM_RETURN_IF_ERROR(ClearStandingRegion(name));
-  const JobSurroundings surroundings{environment_.model, environment_.encoder, environment_.content, environment_.node_memory};
+  const JobSurroundings surroundings{environment_.model, environment_.encoder, environment_.content, environment_.node_memory,
+                                     environment_.sandbox};
   TANDEM_ASSIGN_OR_RETURN(JobPlan plan, PlanJob(job.job_text, surroundings, JobOrigin::kStored));
   // A job is not refused for what is only assumed of the rollout server.
   NodeMemory node = environment_.node_memory();
@@ -212,7 +213,7 @@ absl::Status JobRunner::WalkThrough(TrainingLoop* loop) {
       Changed(name, "rollout");
       continue;
     }
-    if (loop->step() == loop->num_steps()) return absl::OkStatus();
+    if (loop->is_finished()) return absl::OkStatus();
     TANDEM_RETURN_IF_ERROR(loop->RunStep());
     if (loop->is_checkpoint_due()) TANDEM_RETURN_IF_ERROR(loop->WriteCheckpoint());
     TANDEM_RETURN_IF_ERROR(store_->SetStep(name, static_cast<std::uint32_t>(loop->step())));

@@ -16,7 +16,8 @@ namespace {
 
 // Part of the job's seed that draws evaluations, the same before and after training; beyond any step number.
 constexpr std::uint64_t kEvaluationPart = 0x4576616c'00000001ULL;
-constexpr std::size_t kEvaluationUnitPrompts = 1024;
+constexpr std::size_t kEvaluationUnitCompletions = 1024;
+constexpr std::size_t kReferencePieceBytes = 16 << 20;
 constexpr std::size_t kRecentSteps = 10;
 constexpr char kTrainingOwner[] = "activations";  // of the arena that passes compute in
 constexpr int kSmallerLogitChunk = 128;           // rows, where the trainer chooses
@@ -157,10 +158,11 @@ absl::Status TrainingLoop::TakeMemory() {
 }
 
 absl::Status TrainingLoop::MakeParts() {
-  prompts_ = std::make_unique<PromptSource>(plan_.data, environment_.encoder, plan_.spec.data(), plan_.spec.seed());
+  prompts_ =
+      std::make_unique<PromptSource>(plan_.data, plan_.rows.trained, environment_.encoder, plan_.spec.data(), plan_.spec.seed());
   if (plan_.evaluation != nullptr) {
-    evaluation_prompts_ =
-        std::make_unique<PromptSource>(plan_.evaluation, environment_.encoder, plan_.spec.data(), plan_.spec.seed());
+    evaluation_prompts_ = std::make_unique<PromptSource>(plan_.evaluation, plan_.evaluation_rows, environment_.encoder,
+                                                         plan_.spec.data(), plan_.spec.seed());
   }
   RolloutPeer* const peer = environment_.peer;
   PoolMember* const member = environment_.member;
@@ -176,11 +178,20 @@ absl::Status TrainingLoop::MakeParts() {
       RolloutClient::Options{.tokenizer = environment_.tokenizer,
                              .end_token_ids = environment_.model.end_token_ids,
                              .vocab_size = static_cast<std::size_t>(environment_.model.vocab_size)});
+  scorer_ =
+      std::make_unique<GroupScorer>(&*plan_.rewards, environment_.reward_workers, [peer] { return peer->is_interrupted(); });
   phase_ = std::make_unique<ElasticPhase>(peer, ElasticPhase::Options{.member = member, .enter_arena = environment_.enter_arena});
   TANDEM_RETURN_IF_ERROR(MakeTrainer(StepPieces::kUsual));
   TANDEM_RETURN_IF_ERROR(policy_->InitializeAdapters(plan_.spec.seed()));
-  if (plan_.spec.adapter().start_config_content().empty()) return absl::OkStatus();
-  return LoadStartAdapter();
+  const bool has_start_adapter = !plan_.spec.adapter().start_config_content().empty();
+  if (!has_start_adapter && !moves_reference()) return absl::OkStatus();
+  TANDEM_ASSIGN_OR_RETURN(reference_,
+                          StandingPiece::Allocate(environment_.standing, plan_.layout.total_bytes, "reference_adapter"));
+  if (has_start_adapter) return LoadStartAdapter();
+  // An adapter whose B is still zero computes what the base does.
+  TANDEM_RETURN_IF_ERROR(
+      CopyOnDevice(environment_.device.device, reference_.bytes().data(), masters_.bytes().data(), masters_.bytes().size()));
+  return policy_->SetReference(reference_.bytes(), plan_.layout, plan_.policy.scale);
 }
 
 absl::Status TrainingLoop::MakeTrainer(StepPieces pieces) {
@@ -191,36 +202,55 @@ absl::Status TrainingLoop::MakeTrainer(StepPieces pieces) {
     options.logit_chunk = options.logit_chunk > 0 ? (options.logit_chunk + 1) / 2 : kSmallerLogitChunk;
   }
   TANDEM_ASSIGN_OR_RETURN(policy_, environment_.make_policy({masters_.bytes(), gradients_.bytes()}, options));
-  if (!start_adapter_.bytes().empty()) {
-    TANDEM_RETURN_IF_ERROR(policy_->SetReference(start_adapter_.bytes(), plan_.layout, plan_.policy.scale));
+  if (!reference_.bytes().empty()) {
+    TANDEM_RETURN_IF_ERROR(policy_->SetReference(reference_.bytes(), plan_.layout, plan_.policy.scale));
   }
   RolloutPeer* const peer = environment_.peer;
-  driver_ = std::make_unique<StepDriver>(policy_.get(), &trained_, phase_.get(),
-                                         StepDriver::Options{.loss = plan_.loss,
-                                                             .advantage = plan_.advantage,
-                                                             .adamw = plan_.adamw,
-                                                             .learning_rate = plan_.learning_rate,
-                                                             .updates_per_rollout = plan_.spec.loss().updates_per_rollout(),
-                                                             .micro_batch_tokens = plan_.spec.batch().micro_batch_tokens(),
-                                                             .halves_micro_batches = pieces == StepPieces::kSmaller,
-                                                             .scores_prompts = plan_.spec.batch().score_prompts(),
-                                                             .is_interrupted = [peer] { return peer->is_interrupted(); },
-                                                             .device = environment_.device});
+  driver_ =
+      std::make_unique<StepDriver>(policy_.get(), &trained_, phase_.get(),
+                                   StepDriver::Options{.loss = plan_.loss,
+                                                       .advantage = plan_.advantage,
+                                                       .adamw = plan_.adamw,
+                                                       .learning_rate = plan_.learning_rate,
+                                                       .updates_per_rollout = plan_.spec.loss().updates_per_rollout(),
+                                                       .mini_batches_per_rollout = plan_.spec.loss().mini_batches_per_rollout(),
+                                                       .micro_batch_tokens = plan_.spec.batch().micro_batch_tokens(),
+                                                       .halves_micro_batches = pieces == StepPieces::kSmaller,
+                                                       .scores_prompts = plan_.spec.batch().score_prompts(),
+                                                       .is_interrupted = [peer] { return peer->is_interrupted(); },
+                                                       .device = environment_.device});
   return absl::OkStatus();
 }
 
 // The job begins at this adapter, which is its reference too.
 absl::Status TrainingLoop::LoadStartAdapter() {
-  TANDEM_ASSIGN_OR_RETURN(start_adapter_,
-                          StandingPiece::Allocate(environment_.standing, plan_.layout.total_bytes, "start_adapter"));
   TANDEM_ASSIGN_OR_RETURN(const PeftAdapter start,
                           OpenStartAdapter(plan_.spec.adapter(), environment_.model, *environment_.content));
   std::vector<std::byte> on_host(plan_.layout.total_bytes);
   TANDEM_RETURN_IF_ERROR(start.Load(on_host));
-  for (const StandingPiece* piece : {&start_adapter_, &masters_}) {
+  for (const StandingPiece* piece : {&reference_, &masters_}) {
     TANDEM_RETURN_IF_ERROR(CopyFromHost(environment_.device.device, piece->bytes().data(), on_host.data(), on_host.size()));
   }
-  return policy_->SetReference(start_adapter_.bytes(), plan_.layout, plan_.policy.scale);
+  return policy_->SetReference(reference_.bytes(), plan_.layout, plan_.policy.scale);
+}
+
+// In pieces through the host: rare, and the sums are those of the CPU wherever the pool lies.
+absl::Status TrainingLoop::SyncReference() {
+  const auto alpha = static_cast<float>(plan_.spec.loss().reference_sync().alpha());
+  const Device device = environment_.device.device;
+  std::vector<float> policy, reference;
+  const std::span<float> all_policy = masters_.floats(), all_reference = reference_.floats();
+  const std::size_t piece = kReferencePieceBytes / sizeof(float);
+  for (std::size_t begin = 0; begin < all_policy.size(); begin += piece) {
+    const std::size_t count = std::min(piece, all_policy.size() - begin), bytes = count * sizeof(float);
+    policy.resize(count);
+    reference.resize(count);
+    TANDEM_RETURN_IF_ERROR(CopyToHost(device, policy.data(), all_policy.data() + begin, bytes));
+    TANDEM_RETURN_IF_ERROR(CopyToHost(device, reference.data(), all_reference.data() + begin, bytes));
+    for (std::size_t i = 0; i < count; ++i) reference[i] = alpha * policy[i] + (1 - alpha) * reference[i];
+    TANDEM_RETURN_IF_ERROR(CopyFromHost(device, all_reference.data() + begin, reference.data(), bytes));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status TrainingLoop::ResumeOrBegin(const std::string& directory) {
@@ -234,6 +264,8 @@ absl::Status TrainingLoop::ResumeOrBegin(const std::string& directory) {
              " of=", plan_.spec.num_steps());
   if (resumed.has_value()) return absl::OkStatus();
   state_.weight_version = 1;
+  TANDEM_RETURN_IF_ERROR(history_->Append(DataEvent(plan_.rows.counts)));
+  state_.history_bytes = history_->size_bytes();
   return WriteCheckpoint();
 }
 
@@ -242,29 +274,50 @@ absl::Status TrainingLoop::EnsurePublished() {
   return publisher_->PublishWhenServing(state_.weight_version, masters_.bytes());
 }
 
-absl::StatusOr<std::vector<RolloutGroup>> TrainingLoop::DrawGroups(const std::vector<Prompt>& prompts, std::uint32_t group_size,
+absl::StatusOr<TrainingLoop::DrawnGroups> TrainingLoop::DrawGroups(const std::vector<Prompt>& prompts, std::uint32_t group_size,
+                                                                   const v1::SamplingParams& sampling,
                                                                    std::vector<std::uint64_t> seeds) {
   RolloutUnit unit{.job = job_,
                    .weight_version = state_.weight_version,
                    .group_size = group_size,
-                   .sampling = plan_.spec.rollout().sampling(),
+                   .sampling = sampling,
                    .prompts = {},
                    .seeds = std::move(seeds)};
   for (const Prompt& prompt : prompts) unit.prompts.emplace_back(prompt.token_ids);
-  return client_->Draw(unit);
+  unit.on_group = [&](std::size_t g, const RolloutGroup& group) {
+    std::vector<RewardInput> completions;
+    for (const Rollout& rollout : group.members) {
+      completions.push_back({.row = &prompts[g].row,
+                             .completion = rollout.text,
+                             .completion_tokens = static_cast<int>(rollout.token_ids.size()),
+                             .is_truncated = rollout.is_truncated(),
+                             .token_ids = rollout.token_ids});
+    }
+    scorer_->Add(g, std::move(completions), absl::StrCat("data set row ", prompts[g].row_index));
+  };
+  scorer_->Begin(state_.step, num_steps(), prompts.size());
+  DrawnGroups drawn;
+  absl::StatusOr<std::vector<RolloutGroup>> rollouts = client_->Draw(unit);
+  if (!rollouts.ok()) {
+    scorer_->Abandon();
+    return rollouts.status();
+  }
+  drawn.rollouts = *std::move(rollouts);
+  const absl::Time reward_begin = absl::Now();
+  absl::StatusOr<std::vector<RewardTable>> rewards = scorer_->Finish();
+  ReportFailures(scorer_->TakeFailures());
+  TANDEM_ASSIGN_OR_RETURN(drawn.rewards, std::move(rewards));
+  drawn.reward_seconds = SecondsSince(reward_begin);
+  return drawn;
 }
 
-absl::StatusOr<RewardTable> TrainingLoop::ScoreGroup(const Prompt& prompt, const RolloutGroup& group) const {
-  std::vector<RewardInput> inputs;
-  for (const Rollout& rollout : group.members) {
-    inputs.push_back({.row = &prompt.row,
-                      .completion = rollout.text,
-                      .completion_tokens = static_cast<int>(rollout.token_ids.size()),
-                      .is_truncated = rollout.is_truncated()});
+void TrainingLoop::ReportFailures(const std::vector<RewardFailure>& failures) {
+  for (const RewardFailure& failure : failures) {
+    TANDEM_LOG(kWarning, "job", "counted as None job=", job_, " step=", state_.step + 1, " because=", failure.text);
+    environment_.metrics->AddCounter("tandem_train_reward_failures_total",
+                                     "Failures of reward functions that their policy counts as None.",
+                                     {{"job", job_}, {"function", failure.function}}, 1);
   }
-  absl::StatusOr<RewardTable> rewards = plan_.rewards->Score(inputs);
-  if (!rewards.ok()) return Annotate(rewards.status(), absl::StrCat("data set row ", prompt.row_index));
-  return rewards;
 }
 
 // A data set may hold longer prompts than those that the plan was made with.
@@ -294,6 +347,61 @@ absl::StatusOr<StepReport> TrainingLoop::Train(std::uint64_t step, std::span<con
   return report;
 }
 
+// Rewards of one value teach nothing under any estimator that compares a group's members.
+bool TrainingLoop::IsFlat(const ScoredGroup& group) const {
+  const std::string& named = plan_.spec.rollout().dynamic_sampling().reward();
+  std::vector<double> values;
+  for (const auto& rewards : group.rewards) {
+    const auto function =
+        static_cast<std::size_t>(std::ranges::find(plan_.rewards->names(), named) - plan_.rewards->names().begin());
+    const std::optional<double> value = named.empty() ? WeightedReward(rewards, plan_.advantage.weights) : rewards[function];
+    if (value.has_value()) values.push_back(*value);
+  }
+  return values.empty() || std::ranges::min(values) == std::ranges::max(values);
+}
+
+// The next prompts of the stream; flat groups go to `flat` where they may be replaced.
+absl::Status TrainingLoop::DrawRound(std::uint64_t step, std::size_t num_prompts, DrawnStep* drawn,
+                                     std::vector<ScoredGroup>* flat) {
+  const absl::Time begin = absl::Now();
+  const v1::RolloutConfig& rollout = plan_.spec.rollout();
+  TANDEM_ASSIGN_OR_RETURN(std::vector<Prompt> prompts, prompts_->Draw(state_.prompt_cursor + drawn->num_prompts, num_prompts));
+  TANDEM_RETURN_IF_ERROR(CheckPrompts(prompts));
+  const std::uint64_t step_seed = DeriveSeed(plan_.spec.seed(), step);
+  std::vector<std::uint64_t> seeds;
+  for (std::size_t g = 0; g < num_prompts; ++g) seeds.push_back(DeriveSeed(step_seed, drawn->num_prompts + g));
+  TANDEM_ASSIGN_OR_RETURN(DrawnGroups groups, DrawGroups(prompts, rollout.group_size(), rollout.sampling(), std::move(seeds)));
+  drawn->rollout_seconds += SecondsSince(begin) - groups.reward_seconds;
+  drawn->reward_seconds += groups.reward_seconds;
+  drawn->num_prompts += num_prompts;
+  ++drawn->num_rounds;
+
+  for (std::size_t g = 0; g < num_prompts; ++g) {
+    RewardTable& rewards = groups.rewards[g];
+    for (const auto& row : rewards) {
+      if (const auto total = WeightedReward(row, plan_.advantage.weights)) drawn->drawn_totals.push_back(*total);
+    }
+    ScoredGroup group{std::move(prompts[g].token_ids), std::move(groups.rollouts[g]), std::move(rewards)};
+    const bool is_flat = rollout.has_dynamic_sampling() && IsFlat(group);
+    drawn->num_flat += is_flat ? 1 : 0;
+    (is_flat ? *flat : drawn->groups).push_back(std::move(group));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TrainingLoop::DrawnStep> TrainingLoop::DrawStep(std::uint64_t step) {
+  const v1::RolloutConfig& rollout = plan_.spec.rollout();
+  const std::size_t wanted = rollout.prompts_per_step();
+  const std::uint32_t max_rounds = rollout.has_dynamic_sampling() ? rollout.dynamic_sampling().max_rounds() : 1;
+  DrawnStep drawn;
+  std::vector<ScoredGroup> flat;
+  for (std::uint32_t round = 0; round < max_rounds && drawn.groups.size() < wanted; ++round) {
+    TANDEM_RETURN_IF_ERROR(DrawRound(step, wanted - drawn.groups.size(), &drawn, &flat));
+  }
+  for (std::size_t i = 0; drawn.groups.size() < wanted; ++i) drawn.groups.push_back(std::move(flat[i]));
+  return drawn;
+}
+
 absl::Status TrainingLoop::RunStep() {
   const absl::Time begin = absl::Now();
   const std::uint64_t step = state_.step + 1;
@@ -301,28 +409,18 @@ absl::Status TrainingLoop::RunStep() {
   TANDEM_RETURN_IF_ERROR(EnsurePublished());
   const double publish_seconds = SecondsSince(begin);
 
-  const absl::Time rollout_begin = absl::Now();
-  const v1::RolloutConfig& rollout = plan_.spec.rollout();
-  TANDEM_ASSIGN_OR_RETURN(std::vector<Prompt> prompts, prompts_->Draw(state_.prompt_cursor, rollout.prompts_per_step()));
-  TANDEM_RETURN_IF_ERROR(CheckPrompts(prompts));
-  std::vector<std::uint64_t> seeds;
-  for (std::size_t g = 0; g < prompts.size(); ++g) seeds.push_back(DeriveSeed(DeriveSeed(plan_.spec.seed(), step), g));
-  TANDEM_ASSIGN_OR_RETURN(std::vector<RolloutGroup> rollouts, DrawGroups(prompts, rollout.group_size(), std::move(seeds)));
-  const double rollout_seconds = SecondsSince(rollout_begin);
+  TANDEM_ASSIGN_OR_RETURN(const DrawnStep drawn, DrawStep(step));
+  const std::vector<ScoredGroup>& groups = drawn.groups;
   ObserveGeneration();
 
   const absl::Time train_begin = absl::Now();
-  std::vector<ScoredGroup> groups;
   RewardTable table;
-  for (std::size_t g = 0; g < prompts.size(); ++g) {
-    TANDEM_ASSIGN_OR_RETURN(RewardTable rewards, ScoreGroup(prompts[g], rollouts[g]));
-    table.insert(table.end(), rewards.begin(), rewards.end());
-    groups.push_back({std::move(prompts[g].token_ids), std::move(rollouts[g]), std::move(rewards)});
-  }
+  for (const ScoredGroup& group : groups) table.insert(table.end(), group.rewards.begin(), group.rewards.end());
   TANDEM_ASSIGN_OR_RETURN(const std::vector<RewardMetrics> functions, plan_.rewards->Summarize(table));
-  const double reward_seconds = SecondsSince(train_begin);
   environment_.on_phase("training");
   TANDEM_ASSIGN_OR_RETURN(const StepReport report, Train(step, groups));
+  if (moves_reference() && step % plan_.spec.loss().reference_sync().interval_steps() == 0)
+    TANDEM_RETURN_IF_ERROR(SyncReference());
 
   std::uint64_t completion_tokens = 0, step_tokens = 0;
   for (const ScoredGroup& group : groups) {
@@ -334,30 +432,35 @@ absl::Status TrainingLoop::RunStep() {
   state_.step = step;
   state_.weight_version = step + 1;
   state_.optimizer_steps = trained_.optimizer_steps;
-  state_.prompt_cursor += rollout.prompts_per_step();
+  state_.prompt_cursor += drawn.num_prompts;
   state_.num_tokens += step_tokens;
 
   HistoryEvent event{
-      .kind = HistoryEvent::Kind::kStep, .step = step, .values = StepValues(groups, functions, report), .times = {}};
+      .kind = HistoryEvent::Kind::kStep, .step = step, .values = StepValues(drawn, functions, report), .times = {}};
   const double step_seconds = SecondsSince(begin);
   recent_step_seconds_.push_back(step_seconds);
   if (recent_step_seconds_.size() > kRecentSteps) recent_step_seconds_.erase(recent_step_seconds_.begin());
   event.times = {{"step_time", step_seconds},
-                 {"rollout_seconds", rollout_seconds},
+                 {"rollout_seconds", drawn.rollout_seconds},
                  {"publish_seconds", publish_seconds},
-                 {"reward_seconds", reward_seconds},
-                 {"train_seconds", SecondsSince(train_begin) - reward_seconds},
+                 {"reward_seconds", drawn.reward_seconds},
+                 {"train_seconds", SecondsSince(train_begin)},
                  {"phase_wait_seconds", absl::ToDoubleSeconds(report.phase_wait)},
                  {"score_seconds", absl::ToDoubleSeconds(report.score_time)},
                  {"forward_seconds", absl::ToDoubleSeconds(report.forward_time)},
                  {"backward_seconds", absl::ToDoubleSeconds(report.backward_time)},
                  {"optimizer_seconds", absl::ToDoubleSeconds(report.optimizer_time)},
-                 {"rollout_tokens_per_second", static_cast<double>(completion_tokens) / std::max(rollout_seconds, 1e-9)},
+                 {"rollout_tokens_per_second", static_cast<double>(completion_tokens) / std::max(drawn.rollout_seconds, 1e-9)},
                  {"seconds_left", Mean(recent_step_seconds_) * static_cast<double>(num_steps() - step)}};
   TANDEM_RETURN_IF_ERROR(history_->WriteCompletions(step, Records(groups, report)));
   TANDEM_RETURN_IF_ERROR(history_->Append(event));
   state_.history_bytes = history_->size_bytes();
   Export(event, &report);
+  if (plan_.spec.rollout().has_dynamic_sampling()) {
+    environment_.metrics->AddCounter("tandem_train_groups_replaced_total",
+                                     "Groups of equal rewards whose place a further prompt's group took.", {{"job", job_}},
+                                     static_cast<double>(drawn.num_prompts - groups.size()));
+  }
   ExportMemory(report.peak_bytes);
   TANDEM_LOG(kInfo, "job", "step job=", job_, " step=", step, " reward=", report.advantages.reward_mean, " loss=", report.loss,
              " grad_norm=", report.optimizer.grad_norm, " seconds=", step_seconds,
@@ -366,45 +469,85 @@ absl::Status TrainingLoop::RunStep() {
 }
 
 bool TrainingLoop::is_evaluation_due() const {
-  if (evaluation_prompts_ == nullptr || evaluated_step_ == state_.step) return false;
+  if (evaluation_prompts_ == nullptr || state_.evaluation.evaluated_step == state_.step) return false;
   const std::uint64_t interval = plan_.spec.evaluation().interval_steps();
   return state_.step == 0 || state_.step == num_steps() || (interval > 0 && state_.step % interval == 0);
+}
+
+bool TrainingLoop::is_finished() const {
+  return state_.step == num_steps() || HasStoppedRising(plan_.spec.evaluation(), state_.evaluation);
 }
 
 absl::Status TrainingLoop::Evaluate() {
   const absl::Time begin = absl::Now();
   environment_.on_phase("rollout");
   TANDEM_RETURN_IF_ERROR(EnsurePublished());
-  const std::size_t num_prompts = plan_.spec.evaluation().num_prompts();
+  const v1::EvaluationConfig& config = plan_.spec.evaluation();
+  const std::size_t num_prompts = config.num_prompts();
+  const std::uint32_t num_samples = config.samples_per_prompt();
+  const v1::SamplingParams sampling = EvaluationSampling(plan_.spec);
+  const auto pass_function =
+      static_cast<std::size_t>(std::ranges::find(plan_.rewards->names(), config.pass_reward()) - plan_.rewards->names().begin());
+  PassCounter passes(pass_function, config.pass_at_least());
   const std::uint64_t seed = DeriveSeed(plan_.spec.seed(), kEvaluationPart);
-  std::vector<double> totals;
+  std::vector<double> totals, lengths;
+  std::size_t num_truncated = 0;
   RewardTable table;
-  for (std::size_t first = 0; first < num_prompts; first += kEvaluationUnitPrompts) {
+  const std::size_t unit = std::max<std::size_t>(kEvaluationUnitCompletions / num_samples, 1);
+  for (std::size_t first = 0; first < num_prompts; first += unit) {
     std::vector<Prompt> prompts;
     std::vector<std::uint64_t> seeds;
-    for (std::size_t row = first; row < std::min(num_prompts, first + kEvaluationUnitPrompts); ++row) {
+    for (std::size_t row = first; row < std::min(num_prompts, first + unit); ++row) {
       TANDEM_ASSIGN_OR_RETURN(Prompt prompt, evaluation_prompts_->Read(row));
       prompts.push_back(std::move(prompt));
       seeds.push_back(DeriveSeed(seed, row));
     }
-    TANDEM_ASSIGN_OR_RETURN(const std::vector<RolloutGroup> groups, DrawGroups(prompts, 1, std::move(seeds)));
-    for (std::size_t g = 0; g < groups.size(); ++g) {
-      TANDEM_ASSIGN_OR_RETURN(const auto rewards, ScoreGroup(prompts[g], groups[g]));
-      if (const auto total = WeightedReward(rewards[0], plan_.advantage.weights)) totals.push_back(*total);
-      table.push_back(rewards[0]);
+    TANDEM_ASSIGN_OR_RETURN(const DrawnGroups groups, DrawGroups(prompts, num_samples, sampling, std::move(seeds)));
+    for (std::size_t g = 0; g < groups.rollouts.size(); ++g) {
+      const RewardTable& rewards = groups.rewards[g];
+      for (const auto& row : rewards) {
+        if (const auto total = WeightedReward(row, plan_.advantage.weights)) totals.push_back(*total);
+      }
+      for (const Rollout& rollout : groups.rollouts[g].members) {
+        lengths.push_back(static_cast<double>(rollout.token_ids.size()));
+        num_truncated += rollout.is_truncated() ? 1 : 0;
+      }
+      passes.Add(rewards);
+      table.insert(table.end(), rewards.begin(), rewards.end());
     }
   }
   HistoryEvent event{.kind = HistoryEvent::Kind::kEvaluation, .step = state_.step, .values = {}, .times = {}};
   event.values.emplace_back("reward", Mean(totals));
   TANDEM_ASSIGN_OR_RETURN(const std::vector<RewardMetrics> functions, plan_.rewards->Summarize(table));
   for (const RewardMetrics& function : functions) event.values.emplace_back("rewards/" + function.name + "/mean", function.mean);
+  for (const std::uint32_t k : config.pass_at()) {
+    if (const auto mean = passes.Mean(k)) event.values.emplace_back(absl::StrCat("pass_at_", k), *mean);
+  }
+  AppendLengths("length", lengths, &event.values);
+  event.values.emplace_back("completions/clipped_ratio",
+                            static_cast<double>(num_truncated) / std::max(static_cast<double>(lengths.size()), 1.0));
   event.values.emplace_back("num_prompts", static_cast<double>(num_prompts));
+  const auto measured = std::ranges::find(event.values, config.metric(), &std::pair<std::string, double>::first);
+  EvaluationProgress progress = state_.evaluation;
+  const bool is_best = RecordEvaluation(
+      config, state_.step, measured == event.values.end() ? std::nullopt : std::optional(measured->second), &progress);
+  if (progress.best_step.has_value()) {
+    event.values.emplace_back("best_step", static_cast<double>(*progress.best_step));
+    event.values.emplace_back("best/" + config.metric(), progress.best_value);
+  }
+  const bool stops = state_.step < num_steps() && HasStoppedRising(config, progress);
+  if (stops) event.values.emplace_back("stops_job", 1);
   event.times = {{"evaluation_seconds", SecondsSince(begin)}};
   TANDEM_RETURN_IF_ERROR(history_->Append(event));
-  evaluated_step_ = state_.step;
+  state_.evaluation = progress;
+  state_.history_bytes = history_->size_bytes();
   Export(event, nullptr);
-  TANDEM_LOG(kInfo, "job", "evaluation job=", job_, " step=", state_.step, " reward=", Mean(totals));
-  return absl::OkStatus();
+  TANDEM_LOG(kInfo, "job", "evaluation job=", job_, " step=", state_.step, " reward=", Mean(totals), " is_best=", is_best);
+  if (stops) {
+    TANDEM_LOG(kInfo, "job", "ends early job=", job_, " step=", state_.step, " because=", config.metric(), " did not rise in ",
+               state_.evaluation.evaluations_without_rise, " evaluations");
+  }
+  return is_best || stops ? WriteCheckpoint() : absl::OkStatus();
 }
 
 bool TrainingLoop::is_checkpoint_due() const {
@@ -419,12 +562,15 @@ absl::Status TrainingLoop::WriteCheckpoint() {
 void TrainingLoop::KeepOnlyAdapter() {
   driver_.reset();
   client_.reset();
+  scorer_.reset();
+  plan_.rewards.reset();  // with its workers
   policy_.reset();
-  for (StandingPiece* piece : {&masters_, &gradients_, &first_moments_, &second_moments_, &start_adapter_}) piece->Free();
+  for (StandingPiece* piece : {&masters_, &gradients_, &first_moments_, &second_moments_, &reference_}) piece->Free();
 }
 
-NamedValues TrainingLoop::StepValues(const std::vector<ScoredGroup>& groups, const std::vector<RewardMetrics>& functions,
+NamedValues TrainingLoop::StepValues(const DrawnStep& drawn, const std::vector<RewardMetrics>& functions,
                                      const StepReport& report) const {
+  const std::vector<ScoredGroup>& groups = drawn.groups;
   std::vector<double> lengths, terminated;
   for (const ScoredGroup& group : groups) {
     for (const Rollout& rollout : group.rollouts.members) {
@@ -449,6 +595,14 @@ NamedValues TrainingLoop::StepValues(const std::vector<ScoredGroup>& groups, con
   values.emplace_back("completions/clipped_ratio",
                       1 - static_cast<double>(terminated.size()) / static_cast<double>(lengths.size()));
   AppendLengths("terminated_length", terminated, &values);
+  if (plan_.spec.rollout().has_dynamic_sampling()) {
+    const auto replaced = static_cast<double>(drawn.num_prompts - groups.size());
+    values.emplace_back("dynamic_sampling/reward", Mean(drawn.drawn_totals));
+    values.emplace_back("dynamic_sampling/rounds", static_cast<double>(drawn.num_rounds));
+    values.emplace_back("dynamic_sampling/groups_drawn", static_cast<double>(drawn.num_prompts));
+    values.emplace_back("dynamic_sampling/groups_replaced", replaced);
+    values.emplace_back("dynamic_sampling/groups_flat", static_cast<double>(drawn.num_flat) - replaced);
+  }
   AppendLossMetrics(plan_.loss, report.metrics, &values);
   values.emplace_back("num_tokens", static_cast<double>(state_.num_tokens));
   values.emplace_back("epoch", static_cast<double>(state_.prompt_cursor) / static_cast<double>(prompts_->num_rows()));

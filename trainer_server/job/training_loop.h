@@ -18,11 +18,13 @@
 #include "common/sharing/pool_member.h"
 #include "common/sharing/standing_allocator.h"
 #include "trainer_server/checkpoint/checkpoint_store.h"
+#include "trainer_server/job/evaluation.h"
 #include "trainer_server/job/history.h"
 #include "trainer_server/job/job_plan.h"
 #include "trainer_server/policy/policy_model.h"
 #include "trainer_server/prompt/prompt_source.h"
 #include "trainer_server/publish/adapter_publisher.h"
+#include "trainer_server/reward/group_scorer.h"
 #include "trainer_server/rollout/rollout_client.h"
 #include "trainer_server/step/step_driver.h"
 
@@ -44,6 +46,8 @@ struct LoopEnvironment {
   PolicyFactory make_policy;
   AdamWDevice device;                       // where the pool lies; its stream is the trainer thread's
   std::function<NodeMemory()> node_memory;  // as it is now
+  SandboxSource* sandbox = nullptr;         // of rewards
+  int reward_workers = 1;                   // groups scored at a time
   std::function<std::unique_ptr<PhaseMemory>(std::span<std::byte> elastic)> enter_arena;  // may be empty
   std::function<void(const std::string& phase)> on_phase;                                 // "rollout", "training"
 };
@@ -80,7 +84,10 @@ class TrainingLoop {
   // StepDriver.
   absl::Status RunStep();
   bool is_evaluation_due() const;
+  // Draws, scores, appends to the history; writes a checkpoint when none was better before.
   absl::Status Evaluate();
+  // By the job's own rule, or for want of further steps.
+  bool is_finished() const;
   bool is_checkpoint_due() const;
   // Of the last step boundary.
   absl::Status WriteCheckpoint();
@@ -103,9 +110,29 @@ class TrainingLoop {
   absl::Status LoadStartAdapter();
   absl::Status ResumeOrBegin(const std::string& directory);
   absl::Status EnsurePublished();
-  absl::StatusOr<std::vector<RolloutGroup>> DrawGroups(const std::vector<Prompt>& prompts, std::uint32_t group_size,
-                                                       std::vector<std::uint64_t> seeds);
-  absl::StatusOr<RewardTable> ScoreGroup(const Prompt& prompt, const RolloutGroup& group) const;
+  // Groups of the prompts, each scored while others are still drawn.
+  struct DrawnGroups {
+    std::vector<RolloutGroup> rollouts;
+    std::vector<RewardTable> rewards;
+    double reward_seconds = 0;  // after the last completion
+  };
+  absl::StatusOr<DrawnGroups> DrawGroups(const std::vector<Prompt>& prompts, std::uint32_t group_size,
+                                         const v1::SamplingParams& sampling, std::vector<std::uint64_t> seeds);
+  void ReportFailures(const std::vector<RewardFailure>& failures);
+  // A step's groups as they are trained on, and what was drawn for them.
+  struct DrawnStep {
+    std::vector<ScoredGroup> groups;
+    std::uint64_t num_prompts = 0;  // drawn
+    std::uint64_t num_rounds = 0;
+    std::size_t num_flat = 0;          // groups drawn whose rewards are all equal
+    std::vector<double> drawn_totals;  // weighted rewards of all completions drawn
+    double rollout_seconds = 0, reward_seconds = 0;
+  };
+  absl::StatusOr<DrawnStep> DrawStep(std::uint64_t step);
+  absl::Status DrawRound(std::uint64_t step, std::size_t num_prompts, DrawnStep* drawn, std::vector<ScoredGroup>* flat);
+  bool IsFlat(const ScoredGroup& group) const;
+  bool moves_reference() const { return plan_.spec.loss().has_reference_sync(); }
+  absl::Status SyncReference();
   absl::StatusOr<StepReport> Train(std::uint64_t step, std::span<const ScoredGroup> groups);
   absl::Status CheckPrompts(const std::vector<Prompt>& prompts) const;
   void Use(const std::string& owner, std::uint64_t bytes);
@@ -113,30 +140,34 @@ class TrainingLoop {
   void ObserveGeneration();
   // Plan against use, by owner.
   void ExportMemory(std::uint64_t training_peak_bytes);
-  NamedValues StepValues(const std::vector<ScoredGroup>& groups, const std::vector<RewardMetrics>& functions,
-                         const StepReport& report) const;
+  NamedValues StepValues(const DrawnStep& drawn, const std::vector<RewardMetrics>& functions, const StepReport& report) const;
   std::vector<v1::CompletionRecord> Records(const std::vector<ScoredGroup>& groups, const StepReport& report) const;
   void Export(const HistoryEvent& event, const StepReport* report);
   CheckpointArrays arrays() const {
-    return {masters_.bytes(), first_moments_.bytes(), second_moments_.bytes(), environment_.device.device};
+    return {.adapter = masters_.bytes(),
+            .first_moments = first_moments_.bytes(),
+            .second_moments = second_moments_.bytes(),
+            .reference = moves_reference() ? reference_.bytes() : std::span<std::byte>(),
+            .device = environment_.device.device};
   }
 
   const LoopEnvironment environment_;
   const std::string job_;
   const std::string job_text_;
   JobPlan plan_;
-  StandingPiece masters_, gradients_, first_moments_, second_moments_, start_adapter_, slots_[2];
+  StandingPiece masters_, gradients_, first_moments_, second_moments_, slots_[2];
+  StandingPiece reference_;  // the adapter that the KL is measured to; empty: the base model
   std::unique_ptr<PolicyModel> policy_;
   std::unique_ptr<PromptSource> prompts_, evaluation_prompts_;
   std::unique_ptr<AdapterPublisher> publisher_;
   std::unique_ptr<RolloutClient> client_;
+  std::unique_ptr<GroupScorer> scorer_;
   std::unique_ptr<ElasticPhase> phase_;
   std::unique_ptr<StepDriver> driver_;
   std::optional<CheckpointStore> checkpoints_;
   std::optional<HistoryWriter> history_;
   TrainedState trained_;
   CheckpointState state_;  // of the last step boundary
-  std::optional<std::uint64_t> evaluated_step_;
   std::vector<double> recent_step_seconds_;
   std::map<std::string, std::uint64_t> peak_bytes_;  // by owner, since the job began here
 };

@@ -127,6 +127,7 @@ void RefuseFieldsWithoutEffect(const v1::LossConfig& config, const LossOptions& 
   };
   const bool clips = options.surrogate == Surrogate::kClip || options.surrogate == Surrogate::kGmpo;
   const bool is_cispo = options.surrogate == Surrogate::kCispo, is_sapo = options.surrogate == Surrogate::kSapo;
+  const bool is_vespo = options.surrogate == Surrogate::kVespo;
   const bool counts_sequences = options.aggregation == Aggregation::kSequenceMean ||
                                 options.aggregation == Aggregation::kConstant || options.aggregation == Aggregation::kSequenceSum;
   const Field fields[] = {
@@ -136,6 +137,10 @@ void RefuseFieldsWithoutEffect(const v1::LossConfig& config, const LossOptions& 
       {config.has_cispo_max_ratio(), is_cispo, "cispo_max_ratio", "the surrogate is not CISPO"},
       {config.has_sapo_temperature_positive(), is_sapo, "sapo_temperature_positive", "the surrogate is not SAPO"},
       {config.has_sapo_temperature_negative(), is_sapo, "sapo_temperature_negative", "the surrogate is not SAPO"},
+      {config.has_vespo_k_positive(), is_vespo, "vespo_k_positive", "the surrogate is not VESPO"},
+      {config.has_vespo_lambda_positive(), is_vespo, "vespo_lambda_positive", "the surrogate is not VESPO"},
+      {config.has_vespo_k_negative(), is_vespo, "vespo_k_negative", "the surrogate is not VESPO"},
+      {config.has_vespo_lambda_negative(), is_vespo, "vespo_lambda_negative", "the surrogate is not VESPO"},
       {config.kl_estimator() != 0, config.has_beta(), "kl_estimator", "beta is not set"},
       {config.has_kl_bias_correction(), config.has_beta(), "kl_bias_correction", "beta is not set"},
       {config.has_kl_log_ratio_clamp(), config.has_beta(), "kl_log_ratio_clamp", "beta is not set"},
@@ -174,6 +179,10 @@ LossOptions LossOptionsFromConfig(const v1::LossConfig& config, double default_c
   if (config.has_cispo_max_ratio()) options.cispo_max_ratio = config.cispo_max_ratio();
   if (config.has_sapo_temperature_positive()) options.sapo_temperature_positive = config.sapo_temperature_positive();
   if (config.has_sapo_temperature_negative()) options.sapo_temperature_negative = config.sapo_temperature_negative();
+  if (config.has_vespo_k_positive()) options.vespo_k_positive = config.vespo_k_positive();
+  if (config.has_vespo_lambda_positive()) options.vespo_lambda_positive = config.vespo_lambda_positive();
+  if (config.has_vespo_k_negative()) options.vespo_k_negative = config.vespo_k_negative();
+  if (config.has_vespo_lambda_negative()) options.vespo_lambda_negative = config.vespo_lambda_negative();
 
   options.beta = config.beta();
   ReadEnum(config.kl_estimator(), v1::KlEstimator_MAX, "loss.kl_estimator", &options.kl_estimator, faults);

@@ -1,8 +1,8 @@
 // From the job file's loss and advantage to their options. A preset fills what is not set; every fault is collected, one a line:
 // field path, value, limit. Pure functions; thread-safe.
 //
-// Presets (surrogate, ratio level, aggregation, clip bounds; what else a recipe published, such as learning rates and KL
-// coefficients, is the job's to set):
+// Presets (surrogate, ratio level, aggregation, clip bounds; what else was published, such as learning rates and KL
+// coefficients, is in job/recipe.cc):
 //   unspecified, dapo      clip, token, token_mean, 0.2 / 0.28
 //   grpo                   clip, token, sequence_mean, 0.2 / 0.2
 //   bnpo                   clip, token, micro_batch_token_mean, 0.2 / 0.2
@@ -20,8 +20,8 @@
 // ones: token_truncate and sequence_truncate max 2, token_mask [0.5, 5], sequence_mask max 3, geometric_mask [0.999, 1.002].
 //
 // Refused, for they would have no effect or no meaning:
-//   - a field of another surrogate: epsilon_* (clip, gmpo), delta (clip), cispo_* (cispo), sapo_* (sapo), log_ratio_clamp where
-//   no ratio enters
+//   - a field of another surrogate: epsilon_* (clip, gmpo), delta (clip), cispo_* (cispo), sapo_* (sapo), vespo_* (vespo),
+//   log_ratio_clamp where no ratio enters
 //   - kl_* fields where beta is not set; k1 in the loss without bias correction (the expected gradient is 0)
 //   - constant_divisor without the aggregation constant; count_empty_sequences: false where sequences are not counted (token
 //   means)

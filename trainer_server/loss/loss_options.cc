@@ -49,10 +49,10 @@ void CheckSurrogate(const LossOptions& options, Faults* faults) {
   }
   faults->Positive("sapo_temperature_positive", options.sapo_temperature_positive);
   faults->Positive("sapo_temperature_negative", options.sapo_temperature_negative);
-  for (const double value :
-       {options.vespo_k_positive, options.vespo_lambda_positive, options.vespo_k_negative, options.vespo_lambda_negative}) {
-    faults->NotNegative("vespo", value);
-  }
+  faults->NotNegative("vespo_k_positive", options.vespo_k_positive);
+  faults->NotNegative("vespo_lambda_positive", options.vespo_lambda_positive);
+  faults->NotNegative("vespo_k_negative", options.vespo_k_negative);
+  faults->NotNegative("vespo_lambda_negative", options.vespo_lambda_negative);
 }
 
 void CheckRolloutCorrection(const LossOptions& options, Faults* faults) {

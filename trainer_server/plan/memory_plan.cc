@@ -141,8 +141,8 @@ class Arithmetic {
     for (const v1::OwnedBytes& owner : node_.trainer_fixed) bytes += owner.bytes();
     return bytes;
   }
-  // Masters, gradients, two moments, two slots, and the adapter that the job starts from.
-  std::uint64_t num_adapter_copies() const { return job_.has_start_adapter ? 7 : 6; }
+  // Masters, gradients, two moments, two slots, and the reference's.
+  std::uint64_t num_adapter_copies() const { return job_.has_reference_adapter ? 7 : 6; }
   std::uint64_t trainer_standing_bytes() const { return trainer_fixed_bytes() + num_adapter_copies() * adapter_copy_bytes(); }
 
   // The smallest pool with this much elastic memory and no more standing memory than is used.
@@ -249,7 +249,7 @@ void FillOwners(const Arithmetic& arithmetic, const JobMemory& job, const NodeMe
   table.Keep("gradients", v1::ROLE_TRAINER, copy);
   table.Keep("optimizer", v1::ROLE_TRAINER, 2 * copy);
   table.Keep("adapter_slots", v1::ROLE_TRAINER, 2 * copy);
-  if (job.has_start_adapter) table.Keep("start_adapter", v1::ROLE_TRAINER, copy);
+  if (job.has_reference_adapter) table.Keep("reference_adapter", v1::ROLE_TRAINER, copy);
   for (const v1::OwnedBytes& owner : node.trainer_fixed) table.Keep(owner.owner(), v1::ROLE_TRAINER, owner.bytes());
   table.Keep("trainer_standing_unused", v1::ROLE_TRAINER,
              Remaining(node.trainer_standing_bytes, arithmetic.trainer_standing_bytes()));

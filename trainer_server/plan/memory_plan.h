@@ -42,8 +42,8 @@ v1::RolloutMemory AssumedRolloutMemory(const ModelConfig& model, Device device);
 // What of a job decides its memory and its time.
 struct JobMemory {
   int rank = 0;
-  std::uint64_t adapter_bytes = 0;  // AdapterLayout::total_bytes
-  bool has_start_adapter = false;
+  std::uint64_t adapter_bytes = 0;     // AdapterLayout::total_bytes
+  bool has_reference_adapter = false;  // one that the job starts from, or that moves; else the reference is the base model
   bool has_dropout = false;
   std::uint64_t prompts_per_step = 1;
   std::uint64_t group_size = 1;

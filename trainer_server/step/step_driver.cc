@@ -63,7 +63,7 @@ absl::StatusOr<StepReport> StepDriver::Run(std::uint64_t step, std::span<const S
   std::vector<std::vector<float>> saved;
   const std::span<float> arrays[] = {state_->masters, state_->first_moments, state_->second_moments};
   const std::uint64_t saved_optimizer_steps = state_->optimizer_steps;
-  if (options_.updates_per_rollout > 1) {
+  if (num_updates() > 1) {
     for (const std::span<float> array : arrays) {
       saved.emplace_back(array.size());
       TANDEM_RETURN_IF_ERROR(CopyToHost(options_.device.device, saved.back().data(), array.data(), array.size_bytes()));
@@ -102,25 +102,42 @@ absl::StatusOr<StepReport> StepDriver::RunInPhase(std::uint64_t step, std::span<
   report.learning_rate = LearningRateAt(options_.learning_rate, step);
   const bool is_kl_in_reward = options_.advantage.kl_in_reward != 0;
   if (!is_kl_in_reward) TANDEM_RETURN_IF_ERROR(ComputeStepAdvantages(sequences, group_size, &report));
-  TANDEM_ASSIGN_OR_RETURN(const std::vector<MicroBatch> batches,
-                          Pack(groups, sequences, is_kl_in_reward ? nullptr : &report.advantages, &report));
-  report.num_micro_batches = batches.size();
-  if (!batches.empty()) {
+  const std::uint32_t num_mini_batches = options_.mini_batches_per_rollout;
+  TANDEM_CHECK(groups.size() % num_mini_batches == 0, groups.size(), " groups in ", num_mini_batches, " mini-batches");
+  const std::size_t groups_each = groups.size() / num_mini_batches;
+  std::vector<MiniBatch> mini_batches;
+  for (std::size_t begin = 0; begin < groups.size(); begin += groups_each) {
+    TANDEM_ASSIGN_OR_RETURN(MiniBatch mini_batch, Pack(groups.subspan(begin, groups_each), begin * group_size, sequences,
+                                                       is_kl_in_reward ? nullptr : &report.advantages, &report));
+    report.num_micro_batches += mini_batch.micro_batches.size();
+    mini_batches.push_back(std::move(mini_batch));
+  }
+  if (report.num_micro_batches > 0) {
     const absl::Time begin = absl::Now();
     TANDEM_RETURN_IF_ERROR(phase_->Enter());
     report.phase_wait = absl::Now() - begin;
   }
-  for (std::uint32_t update = 0; update < options_.updates_per_rollout; ++update) {
+  const auto score = [&](std::span<const MiniBatch> of, Scores wanted) -> absl::Status {
     const absl::Time begin = absl::Now();
-    TANDEM_RETURN_IF_ERROR(Score(batches, update == 0, &sequences));
+    TANDEM_RETURN_IF_ERROR(Score(of, wanted, &sequences));
     report.score_time += absl::Now() - begin;
-    if (update == 0 && is_kl_in_reward) TANDEM_RETURN_IF_ERROR(ComputeStepAdvantages(sequences, group_size, &report));
-    if (update == 0) {
-      for (std::size_t i = 0; i < sequences.size(); ++i) sequences[i].advantages = report.advantages.advantages[i];
-    }
-    TANDEM_RETURN_IF_ERROR(Update(step, update, batches, &sequences, &report));
+    return absl::OkStatus();
+  };
+  // Old and reference log-probs before the first update, entropies before each: the top-entropy mask's threshold is that of its
+  // optimizer step.
+  const bool needs_entropies = options_.loss.top_entropy_quantile < 1, is_one_batch = num_mini_batches == 1;
+  TANDEM_RETURN_IF_ERROR(score(mini_batches, {.old = num_updates() > 1 || is_kl_in_reward,
+                                              .reference = options_.loss.beta != 0 || is_kl_in_reward,
+                                              .entropies = needs_entropies && is_one_batch}));
+  if (is_kl_in_reward) TANDEM_RETURN_IF_ERROR(ComputeStepAdvantages(sequences, group_size, &report));
+  for (std::size_t i = 0; i < sequences.size(); ++i) sequences[i].advantages = report.advantages.advantages[i];
+  for (std::uint32_t update = 0; update < num_updates(); ++update) {
+    const MiniBatch& mini_batch = mini_batches[update % num_mini_batches];
+    const bool has_entropies = update == 0 && is_one_batch;
+    if (needs_entropies && !has_entropies) TANDEM_RETURN_IF_ERROR(score({&mini_batch, 1}, {.entropies = true}));
+    TANDEM_RETURN_IF_ERROR(Update(step, update, mini_batch, &sequences, &report));
   }
-  report.loss /= options_.updates_per_rollout;
+  report.loss /= num_updates();
   if (const auto warning = RolloutMaskWarning(report.metrics)) TANDEM_LOG(kWarning, "step", *warning);
   return report;
 }
@@ -138,14 +155,17 @@ absl::Status StepDriver::ComputeStepAdvantages(std::span<const Sequence> sequenc
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<MicroBatch>> StepDriver::Pack(std::span<const ScoredGroup> groups, std::span<const Sequence> sequences,
-                                                         const AdvantageResult* advantages, StepReport* report) const {
+// `first`: index of the groups' first sequence.
+absl::StatusOr<StepDriver::MiniBatch> StepDriver::Pack(std::span<const ScoredGroup> groups, std::size_t first,
+                                                       std::span<const Sequence> sequences, const AdvantageResult* advantages,
+                                                       StepReport* report) const {
+  MiniBatch mini_batch;
+  mini_batch.begin = first;
   const LossOptions& loss = options_.loss;
   const bool can_skip = advantages != nullptr && loss.beta == 0 && loss.entropy_coefficient == 0 &&
                         loss.top_entropy_quantile >= 1 && loss.aggregation != Aggregation::kMicroBatchTokenMean;
   std::vector<GroupToPack> to_pack;
   std::int64_t longest = 0;
-  std::size_t first = 0;
   for (const ScoredGroup& group : groups) {
     const std::size_t group_size = group.rollouts.members.size();
     bool is_flat = can_skip;
@@ -166,56 +186,58 @@ absl::StatusOr<std::vector<MicroBatch>> StepDriver::Pack(std::span<const ScoredG
   }
   std::int64_t max_tokens = MicroBatchLimit(options_.micro_batch_tokens, longest);
   if (options_.halves_micro_batches) max_tokens = std::max(longest, max_tokens / 2);
-  TANDEM_ASSIGN_OR_RETURN(std::vector<MicroBatch> batches, PackMicroBatches(to_pack, max_tokens));
-  if (options_.scores_prompts) std::ranges::for_each(batches, [](MicroBatch& batch) { AddPromptHeadRows(&batch); });
-  return batches;
+  mini_batch.end = first;
+  TANDEM_ASSIGN_OR_RETURN(mini_batch.micro_batches, PackMicroBatches(to_pack, max_tokens));
+  if (options_.scores_prompts) {
+    std::ranges::for_each(mini_batch.micro_batches, [](MicroBatch& batch) { AddPromptHeadRows(&batch); });
+  }
+  return mini_batch;
 }
 
-// Old and reference log-probs before the first update, entropies before each: the top-entropy mask's threshold is the step's.
-absl::Status StepDriver::Score(std::span<const MicroBatch> batches, bool is_first_update, std::vector<Sequence>* sequences) {
-  const bool is_kl_in_reward = options_.advantage.kl_in_reward != 0;
-  const bool needs_entropies = options_.loss.top_entropy_quantile < 1;
-  const bool needs_old = is_first_update && (options_.updates_per_rollout > 1 || is_kl_in_reward);
-  const bool needs_reference = is_first_update && (options_.loss.beta != 0 || is_kl_in_reward);
+absl::Status StepDriver::Score(std::span<const MiniBatch> mini_batches, Scores wanted, std::vector<Sequence>* sequences) {
   const auto mask_of = [&](const PackedCompletion& completion) -> const std::vector<std::uint8_t>& {
     return (*sequences)[static_cast<std::size_t>(completion.sequence_index)].loss_mask;
   };
   const auto sequence_of = [&](const PackedCompletion& completion) -> Sequence& {
     return (*sequences)[static_cast<std::size_t>(completion.sequence_index)];
   };
-  // Every sequence gets arrays of its own length, packed or not.
-  for (Sequence& sequence : *sequences) {
-    const std::size_t length = sequence.loss_mask.size();
-    if (needs_old) sequence.old_logprobs.assign(length, 0);
-    if (needs_reference) sequence.ref_logprobs.assign(length, 0);
-    if (needs_entropies) sequence.scored_entropies.assign(length, 0);
-  }
-  for (const MicroBatch& batch : batches) {
-    if (options_.is_interrupted()) return absl::CancelledError("interrupted");
-    if (needs_old || needs_entropies) {
-      TANDEM_ASSIGN_OR_RETURN(const HeadScores scores, policy_->Score(batch, PolicyKind::kPolicy));
-      VisitHeadRows(batch, mask_of, [&](const PackedCompletion& completion, std::size_t t, std::size_t row) {
-        Sequence& sequence = sequence_of(completion);
-        if (needs_old) sequence.old_logprobs[t] = scores.logprobs[row];
-        if (needs_entropies) sequence.scored_entropies[t] = scores.entropies[row];
-      });
+  for (const MiniBatch& mini_batch : mini_batches) {
+    // Every sequence gets arrays of its own length, packed or not.
+    for (std::size_t i = mini_batch.begin; i < mini_batch.end; ++i) {
+      Sequence& sequence = (*sequences)[i];
+      const std::size_t length = sequence.loss_mask.size();
+      if (wanted.old) sequence.old_logprobs.assign(length, 0);
+      if (wanted.reference) sequence.ref_logprobs.assign(length, 0);
+      if (wanted.entropies) sequence.scored_entropies.assign(length, 0);
     }
-    if (needs_reference) {
-      TANDEM_ASSIGN_OR_RETURN(const HeadScores scores, policy_->Score(batch, PolicyKind::kReference));
-      VisitHeadRows(batch, mask_of, [&](const PackedCompletion& completion, std::size_t t, std::size_t row) {
-        sequence_of(completion).ref_logprobs[t] = scores.logprobs[row];
-      });
+    for (const MicroBatch& batch : mini_batch.micro_batches) {
+      if (options_.is_interrupted()) return absl::CancelledError("interrupted");
+      if (wanted.old || wanted.entropies) {
+        TANDEM_ASSIGN_OR_RETURN(const HeadScores scores, policy_->Score(batch, PolicyKind::kPolicy));
+        VisitHeadRows(batch, mask_of, [&](const PackedCompletion& completion, std::size_t t, std::size_t row) {
+          Sequence& sequence = sequence_of(completion);
+          if (wanted.old) sequence.old_logprobs[t] = scores.logprobs[row];
+          if (wanted.entropies) sequence.scored_entropies[t] = scores.entropies[row];
+        });
+      }
+      if (wanted.reference) {
+        TANDEM_ASSIGN_OR_RETURN(const HeadScores scores, policy_->Score(batch, PolicyKind::kReference));
+        VisitHeadRows(batch, mask_of, [&](const PackedCompletion& completion, std::size_t t, std::size_t row) {
+          sequence_of(completion).ref_logprobs[t] = scores.logprobs[row];
+        });
+      }
     }
   }
   return absl::OkStatus();
 }
 
-absl::Status StepDriver::Update(std::uint64_t step, std::uint32_t update, std::span<const MicroBatch> batches,
+absl::Status StepDriver::Update(std::uint64_t step, std::uint32_t update, const MiniBatch& mini_batch,
                                 std::vector<Sequence>* sequences, StepReport* report) {
+  const std::span<const MicroBatch> batches = mini_batch.micro_batches;
   const bool use_scored_entropies = options_.loss.top_entropy_quantile < 1;
   const bool has_entropy_bonus = options_.loss.entropy_coefficient != 0;
   std::vector<LossSequence> all;
-  for (const Sequence& sequence : *sequences) all.push_back(sequence.ForLoss(use_scored_entropies));
+  for (std::size_t i = mini_batch.begin; i < mini_batch.end; ++i) all.push_back((*sequences)[i].ForLoss(use_scored_entropies));
   const StepTotals totals = ComputeStepTotals(options_.loss, all, static_cast<int>(batches.size()));
   const auto mask_of = [&](const PackedCompletion& completion) -> const std::vector<std::uint8_t>& {
     return (*sequences)[static_cast<std::size_t>(completion.sequence_index)].loss_mask;

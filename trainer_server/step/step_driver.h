@@ -1,5 +1,6 @@
-// One optimizer step of the loop, or `updates_per_rollout` of them: scored groups -> advantages -> micro-batches -> loss ->
-// AdamW. Confined to the trainer thread. Deterministic: the same groups and state give the same bits.
+// A step of the loop, of one optimizer step or several: scored groups -> advantages -> mini-batches -> micro-batches -> loss ->
+// AdamW. Each of `updates_per_rollout` passes over the groups makes one optimizer step a mini-batch. Confined to the trainer
+// thread. Deterministic: the same groups and state give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -53,11 +54,12 @@ class StepDriver {
     AdamWOptions adamw;
     LearningRateOptions learning_rate;
     std::uint32_t updates_per_rollout = 1;
-    std::int64_t micro_batch_tokens = 0;   // see MicroBatchLimit
-    bool halves_micro_batches = false;     // as far as the longest sequence allows
-    bool scores_prompts = false;           // with weight 0: for measurements
-    std::function<bool()> is_interrupted;  // asked between micro-batches
-    AdamWDevice device;                    // where the trained state lies
+    std::uint32_t mini_batches_per_rollout = 1;  // of equally many groups, in their order; divides their number
+    std::int64_t micro_batch_tokens = 0;         // see MicroBatchLimit
+    bool halves_micro_batches = false;           // as far as the longest sequence allows
+    bool scores_prompts = false;                 // with weight 0: for measurements
+    std::function<bool()> is_interrupted;        // asked between micro-batches
+    AdamWDevice device;                          // where the trained state lies
   };
 
   StepDriver(PolicyModel* policy, TrainedState* state, ElasticPhase* phase, Options options);
@@ -70,13 +72,22 @@ class StepDriver {
 
  private:
   struct Sequence;
+  // One optimizer step's share of the groups.
+  struct MiniBatch {
+    std::size_t begin = 0, end = 0;  // of sequences
+    std::vector<MicroBatch> micro_batches;
+  };
+  struct Scores {
+    bool old = false, reference = false, entropies = false;
+  };
+  std::uint32_t num_updates() const { return options_.updates_per_rollout * options_.mini_batches_per_rollout; }
   absl::StatusOr<StepReport> RunInPhase(std::uint64_t step, std::span<const ScoredGroup> groups);
   absl::Status ComputeStepAdvantages(std::span<const Sequence> sequences, std::size_t group_size, StepReport* report) const;
-  absl::StatusOr<std::vector<MicroBatch>> Pack(std::span<const ScoredGroup> groups, std::span<const Sequence> sequences,
-                                               const AdvantageResult* advantages, StepReport* report) const;
-  absl::Status Score(std::span<const MicroBatch> batches, bool is_first_update, std::vector<Sequence>* sequences);
-  absl::Status Update(std::uint64_t step, std::uint32_t update, std::span<const MicroBatch> batches,
-                      std::vector<Sequence>* sequences, StepReport* report);
+  absl::StatusOr<MiniBatch> Pack(std::span<const ScoredGroup> groups, std::size_t first, std::span<const Sequence> sequences,
+                                 const AdvantageResult* advantages, StepReport* report) const;
+  absl::Status Score(std::span<const MiniBatch> mini_batches, Scores wanted, std::vector<Sequence>* sequences);
+  absl::Status Update(std::uint64_t step, std::uint32_t update, const MiniBatch& mini_batch, std::vector<Sequence>* sequences,
+                      StepReport* report);
 
   PolicyModel* const policy_;
   TrainedState* const state_;

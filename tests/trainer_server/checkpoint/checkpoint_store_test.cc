@@ -23,7 +23,9 @@ struct Arrays {
       for (std::byte& byte : *array) byte = static_cast<std::byte>(value++ & 0xff);
     }
   }
-  CheckpointArrays view() { return {adapter, first_moments, second_moments}; }
+  CheckpointArrays view() {
+    return {.adapter = adapter, .first_moments = first_moments, .second_moments = second_moments, .reference = {}};
+  }
   bool operator==(const Arrays&) const = default;
   std::vector<std::byte> adapter, first_moments, second_moments;
 };
@@ -36,7 +38,8 @@ CheckpointState StateAt(std::uint64_t step) {
           .seed = 5,
           .num_tokens = 1000 * step,
           .history_bytes = 70 * step,
-          .groups_in_flight = 0};
+          .groups_in_flight = 0,
+          .evaluation = {}};
 }
 
 class CheckpointStoreTest : public ::testing::Test {
@@ -66,6 +69,44 @@ TEST_F(CheckpointStoreTest, NewestIsLoadedWholeAndOlderOnesGo) {
   EXPECT_EQ(**state, StateAt(3));
   EXPECT_EQ(loaded, Arrays(3));
   EXPECT_EQ(store.ReadNewestAdapter()->size(), 64u);
+}
+
+TEST_F(CheckpointStoreTest, BestEvaluationsCheckpointOutlivesThoseThatAreKept) {
+  CheckpointStore store = Open();
+  EXPECT_TRUE(absl::IsNotFound(store.ReadBestAdapter().status()));
+  for (int step = 0; step < 6; ++step) {
+    CheckpointState state = StateAt(static_cast<std::uint64_t>(step));
+    if (step >= 1) state.evaluation = {.evaluated_step = step, .best_step = 1, .best_value = 0.1, .risen_value = 0.1 + 0.2};
+    state.evaluation.evaluations_without_rise = static_cast<std::uint64_t>(step);
+    ASSERT_TRUE(store.Write(state, "job", Arrays(step).view(), 2).ok());
+    if (step == 0) EXPECT_THAT(std::string(store.ReadBestAdapter().status().message()), HasSubstr("no evaluation"));
+  }
+  EXPECT_THAT(store.Steps(), ElementsAre(1, 4, 5));
+  Arrays loaded;
+  const auto state = Open().LoadNewest("job", loaded.view());
+  ASSERT_TRUE(state.ok()) << state.status();
+  EXPECT_EQ((*state)->evaluation.evaluated_step, 5u);
+  EXPECT_EQ((*state)->evaluation.risen_value, 0.1 + 0.2) << "bit for bit";
+  EXPECT_EQ((*state)->evaluation.evaluations_without_rise, 5u);
+  const std::vector<std::byte> expected = Arrays(1).adapter;
+  EXPECT_EQ(*store.ReadBestAdapter(), std::string(reinterpret_cast<const char*>(expected.data()), expected.size()));
+}
+
+TEST_F(CheckpointStoreTest, ReferenceThatMovesIsKeptAndMissedWhenItIsAbsent) {
+  CheckpointStore store = Open();
+  Arrays written(3), loaded;
+  std::vector<std::byte> reference(64, std::byte{9}), read(64);
+  CheckpointArrays with_reference = written.view();
+  with_reference.reference = reference;
+  ASSERT_TRUE(store.Write(StateAt(1), "job", with_reference, 2).ok());
+  CheckpointArrays into = loaded.view();
+  into.reference = read;
+  ASSERT_TRUE(store.LoadNewest("job", into).ok());
+  EXPECT_EQ(read, reference);
+  ASSERT_TRUE(store.Write(StateAt(2), "job", written.view(), 2).ok());
+  const auto missing = store.LoadNewest("job", into);
+  EXPECT_TRUE(absl::IsDataLoss(missing.status())) << missing.status();
+  EXPECT_THAT(std::string(missing.status().message()), HasSubstr("reference.bin"));
 }
 
 TEST_F(CheckpointStoreTest, SameStepMayBeWrittenAgain) {

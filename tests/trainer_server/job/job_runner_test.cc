@@ -5,6 +5,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <set>
+
+#include "google/protobuf/text_format.h"
 #include "nlohmann/json.hpp"
 #include "tests/trainer_server/support/fake_rollout.h"
 #include "trainer_server/service/job_service.h"
@@ -148,7 +151,8 @@ std::string Trajectory(const std::string& directory, const std::string& job) {
   const std::string checkpoints = directory + "/jobs/" + job + "/checkpoints";
   const std::uint64_t newest = CheckpointStore::OpenForReading(checkpoints).Steps().back();
   const std::string newest_path = absl::StrFormat("%s/step-%06d/", checkpoints, newest);
-  for (const char* name : {"adapter.bin", "first_moments.bin", "second_moments.bin"}) {
+  for (const char* name : {"adapter.bin", "first_moments.bin", "second_moments.bin", "reference.bin"}) {
+    if (!std::filesystem::exists(newest_path + name)) continue;
     trajectory += absl::StrCat(name, " ", Sha256Hex(ReadText(newest_path + name)), "\n");
   }
   nlohmann::json state = nlohmann::json::parse(ReadText(newest_path + "state.json"));
@@ -317,6 +321,145 @@ TEST_F(JobRunnerTest, RolloutServerThatDiesLeavesTheTrajectoryAlone) {
   trainer->is_attached_ = true;
   trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
   EXPECT_EQ(Trajectory(directory, job), undisturbed);
+}
+
+// JobText with fields laid over it.
+std::string JobWith(int num_steps, const std::string& more) {
+  v1::JobSpec spec;
+  google::protobuf::TextFormat::Parser parser;
+  EXPECT_TRUE(parser.MergeFromString(JobText(num_steps), &spec) && parser.MergeFromString(more, &spec)) << more;
+  std::string text;
+  EXPECT_TRUE(google::protobuf::TextFormat::PrintToString(spec, &text));
+  return text;
+}
+
+// A step's values, or an evaluation's, by name.
+std::vector<std::map<std::string, double>> HistoryOf(const std::string& directory, const std::string& job,
+                                                     HistoryEvent::Kind kind) {
+  std::vector<std::map<std::string, double>> lines;
+  HistoryReader history(directory + "/jobs/" + job);
+  while (const auto event = history.Next()) {
+    if (event->kind != kind) continue;
+    lines.emplace_back(event->values.begin(), event->values.end());
+    lines.back()["step"] = static_cast<double>(event->step);
+  }
+  return lines;
+}
+
+// Everything that has a state of its own at once: groups drawn again, mini-batches, a reference that moves, evaluations that
+// count towards an early stop. CASES C45.
+TEST_F(JobRunnerTest, EveryRecipesStateSurvivesDeathBitForBit) {
+  const std::string text =
+      JobWith(12, R"(rollout { prompts_per_step: 4 group_size: 2 dynamic_sampling { max_rounds: 3 reward: "ended" } }
+    loss { beta: 0.1 kl_bias_correction: true updates_per_rollout: 2 mini_batches_per_rollout: 2
+      reference_sync { interval_steps: 2 alpha: 0.5 } }
+    evaluation { interval_steps: 1 samples_per_prompt: 3 metric: "pass_at_3" pass_reward: "ended"
+      early_stop { patience: 9 min_increase: 0.01 } })");
+  const std::string undisturbed = Undisturbed(text);
+  const std::string directory = FreshDirectory("recipe_killed");
+  std::string job;
+  for (const std::uint32_t step : {0u, 1u, 2u, 4u, 7u, 8u}) {
+    auto trainer = NewTrainer(directory);
+    trainer->Start();
+    if (job.empty()) job = *trainer->Submit(text);
+    trainer->WaitFor(job, [&](const v1::JobStatus& status) {
+      return (status.step() >= step && status.state() == v1::JOB_STATE_RUNNING) || status.state() == v1::JOB_STATE_SUCCEEDED;
+    });
+    trainer.reset();
+  }
+  auto trainer = NewTrainer(directory);
+  trainer->Start();
+  trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(Trajectory(directory, job), undisturbed);
+  EXPECT_THAT(undisturbed, HasSubstr("reference.bin"));
+  const auto steps = HistoryOf(directory, job, HistoryEvent::Kind::kStep);
+  double replaced = 0, kl = 0;
+  for (const auto& step : steps) {
+    replaced += step.at("dynamic_sampling/groups_replaced");
+    kl += step.at("kl");
+    EXPECT_EQ(step.at("dynamic_sampling/groups_drawn") - step.at("dynamic_sampling/groups_replaced"), 4);
+    EXPECT_LE(step.at("dynamic_sampling/rounds"), 3);
+    EXPECT_GE(step.at("dynamic_sampling/groups_flat"), 0);
+  }
+  EXPECT_GT(replaced, 0);
+  EXPECT_GT(kl, 0);
+}
+
+TEST_F(JobRunnerTest, GroupsOfEqualRewardsAreReplacedUntilTheRoundsAreUsedUp) {
+  const std::string directory = FreshDirectory("dynamic");
+  auto trainer = NewTrainer(directory);
+  trainer->Start();
+
+  const std::string job = *trainer->Submit(JobWith(2, R"(rollout { dynamic_sampling { max_rounds: 4 reward: "near" } }
+    rewards { name: "letters" weight: 1 keywords { words: "z" } })"));
+  trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
+  const auto steps = HistoryOf(directory, job, HistoryEvent::Kind::kStep);
+  ASSERT_EQ(steps.size(), 2u);
+  for (const auto& step : steps) {
+    EXPECT_GE(step.at("dynamic_sampling/groups_drawn"), 3);
+    EXPECT_EQ(step.at("dynamic_sampling/groups_drawn") - step.at("dynamic_sampling/groups_replaced"), 3);
+    EXPECT_TRUE(step.contains("dynamic_sampling/reward"));
+  }
+  const std::string never = *trainer->Submit(JobWith(1, R"(rollout { dynamic_sampling { max_rounds: 4 reward: "letters" } }
+    rewards { name: "letters" weight: 1 keywords { words: "z" } })"));
+  trainer->WaitForState(never, v1::JOB_STATE_SUCCEEDED);
+  const auto flat = HistoryOf(directory, never, HistoryEvent::Kind::kStep);
+  ASSERT_EQ(flat.size(), 1u);
+  EXPECT_EQ(flat[0].at("dynamic_sampling/rounds"), 4);
+  EXPECT_EQ(flat[0].at("dynamic_sampling/groups_drawn"), 12);
+  EXPECT_EQ(flat[0].at("dynamic_sampling/groups_flat"), 3) << "what was drawn first fills the step up";
+  EXPECT_EQ(flat[0].at("epoch"), 1.2) << "the stream of prompts has moved on by all that were drawn";
+}
+
+TEST_F(JobRunnerTest, JobThatDoesNotRiseEndsEarlyAndItsBestAdapterCanBeExported) {
+  const std::string directory = FreshDirectory("early");
+  auto trainer = NewTrainer(directory);
+  trainer->Start();
+  // A rate that moves nothing.
+  const std::string job =
+      *trainer->Submit(JobWith(100, R"(optimizer { learning_rate: 1e-6 } checkpoint { interval_steps: 1 keep: 1 }
+    evaluation { interval_steps: 1 samples_per_prompt: 4 pass_at: 1 pass_at: 2 pass_reward: "ended" metric: "pass_at_2"
+      early_stop { patience: 3 min_increase: 0.5 } sampling { max_tokens: 4 } })"));
+  const v1::JobStatus ended = trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(ended.step(), 3u) << "the first evaluation sets the mark, three more do not rise above it";
+  const auto evaluations = HistoryOf(directory, job, HistoryEvent::Kind::kEvaluation);
+  ASSERT_EQ(evaluations.size(), 4u);
+  double best = -1, best_step = 0;
+  for (const auto& evaluation : evaluations) {
+    EXPECT_LE(evaluation.at("completions/max_length"), 4);
+    EXPECT_GE(evaluation.at("pass_at_2"), evaluation.at("pass_at_1"));
+    if (evaluation.at("pass_at_2") > best) {
+      best = evaluation.at("pass_at_2");
+      best_step = evaluation.at("step");
+    }
+    EXPECT_EQ(evaluation.at("best/pass_at_2"), best);
+    EXPECT_EQ(evaluation.at("best_step"), best_step);
+  }
+  EXPECT_EQ(evaluations.back().at("stops_job"), 1);
+  const auto events = Watch(trainer.get(), job, 0);
+  int num_stops = 0;
+  for (const v1::WatchResponse& event : events) {
+    if (!event.has_evaluation()) continue;
+    EXPECT_EQ(event.evaluation().metric(), "pass_at_2");
+    EXPECT_EQ(event.evaluation().num_prompts(), 10u);
+    num_stops += event.evaluation().stops_job() ? 1 : 0;
+  }
+  EXPECT_EQ(num_stops, 1);
+
+  // The newest and the best are there, and either can be had.
+  std::set<std::uint64_t> kept = {static_cast<std::uint64_t>(best_step), ended.step()};
+  const auto store = CheckpointStore::OpenForReading(directory + "/jobs/" + job + "/checkpoints");
+  EXPECT_THAT(store.Steps(), ::testing::ElementsAreArray(kept));
+  grpc::ClientContext context;
+  v1::ExportRequest request;
+  request.set_job(job);
+  request.set_best(true);
+  auto files = trainer->stub_->Export(&context, request);
+  v1::ExportResponse piece;
+  std::size_t size = 0;
+  while (files->Read(&piece)) size += piece.piece().size();
+  EXPECT_TRUE(files->Finish().ok());
+  EXPECT_GT(size, 1000u);
 }
 
 TEST_F(JobRunnerTest, PausedJobGoesOnWhereItStoppedAndACancelledOneKeepsItsCheckpoint) {

@@ -2,14 +2,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <bit>
+
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "common/base/hash.h"
 #include "google/protobuf/text_format.h"
 #include "tests/trainer_server/support/fake_model.h"
 #include "trainer_server/job/content_store.h"
+#include "trainer_server/job/evaluation.h"
 #include "trainer_server/job/history.h"
 #include "trainer_server/job/job_plan.h"
 #include "trainer_server/job/job_store.h"
+#include "trainer_server/job/recipe.h"
 
 namespace tandem {
 namespace {
@@ -34,19 +39,22 @@ class JobPlanTest : public ::testing::Test {
     EXPECT_TRUE((*upload)->Commit().ok());
     return sha256;
   }
-  // A job that is right; later fields of the text override.
-  std::string Job(const std::string& more = "") {
-    const std::string base =
-        absl::StrCat(R"(name: "addition" num_steps: 4 rollout { prompts_per_step: 2 group_size: 2 sampling { temperature: 1
-      max_tokens: 8 } } rewards { name: "correct" weight: 1 numeric_answer { answer_field: "answer" } }
-      adapter { rank: 2 alpha: 4 } optimizer { learning_rate: 0.1 } data { content: ")",
-                     rows_, "\" }");
+  // One job file of several, each laid over those before.
+  static std::string Merge(const std::vector<std::string>& texts) {
     v1::JobSpec spec;
     google::protobuf::TextFormat::Parser parser;
-    EXPECT_TRUE(parser.ParseFromString(base, &spec) && parser.MergeFromString(more, &spec)) << more;
-    std::string text;
-    EXPECT_TRUE(google::protobuf::TextFormat::PrintToString(spec, &text));
-    return text;
+    for (const std::string& text : texts) EXPECT_TRUE(parser.MergeFromString(text, &spec)) << text;
+    std::string merged;
+    EXPECT_TRUE(google::protobuf::TextFormat::PrintToString(spec, &merged));
+    return merged;
+  }
+  std::string Data() const { return "data { content: '" + rows_ + "' }"; }
+  // A job that is right; later fields of the text override.
+  std::string Job(const std::string& more = "") {
+    return Merge({R"(name: "addition" num_steps: 4 rollout { prompts_per_step: 2 group_size: 4 sampling { temperature: 1
+      max_tokens: 8 } } rewards { name: "correct" weight: 1 numeric_answer { answer_field: "answer" } }
+      adapter { rank: 2 alpha: 4 } optimizer { learning_rate: 0.1 })",
+                  Data(), more});
   }
   absl::StatusOr<JobPlan> Plan(const std::string& text) {
     TANDEM_ASSIGN_OR_RETURN(JobPlan plan, PlanJob(text, surroundings_, JobOrigin::kSubmitted));
@@ -165,10 +173,189 @@ TEST_F(JobPlanTest, CostsAndSideEffectsAreWarnedOf) {
   ASSERT_TRUE(plan.ok()) << plan.status();
   const std::string warnings = absl::StrCat(::testing::PrintToString(plan->warnings));
   for (const char* words :
-       {"kept mass", "group_size: 1", "beta: 0.1 costs", "updates_per_rollout: costs", "top_entropy_quantile: costs",
+       {"kept mass", "group_size: 1", "beta: 0.1 costs", "several updates cost", "top_entropy_quantile: costs",
         "seed: has no effect", "penalties", "more than the data set's 2 rows"}) {
     EXPECT_THAT(warnings, HasSubstr(words));
   }
+}
+
+// Job() without what recipes give.
+constexpr char kBareJob[] =
+    R"(name: "bare" num_steps: 40 rewards { name: "correct" weight: 1 numeric_answer { answer_field: "answer" } }
+  adapter { rank: 2 alpha: 4 } rollout { sampling { max_tokens: 8 } } )";
+
+TEST_F(JobPlanTest, EveryRecipeIsAJobThatPlansToItself) {
+  ASSERT_GE(RecipeNames().size(), 14u);
+  for (const std::string& name : RecipeNames()) {
+    SCOPED_TRACE(name);
+    std::vector<std::string> texts = {kBareJob, "recipe: '" + name + "'", Data()};
+    // What a recipe leaves open.
+    if (name != "dapo" && name != "grpo" && name != "deepseek_r1") texts.emplace_back("rollout { prompts_per_step: 4 }");
+    if (name == "bnpo" || name == "gmpo" || name == "gspo" || name == "luspo" || name == "sapo" || name == "vespo" ||
+        name == "reinforce_plus_plus") {
+      texts.emplace_back("rollout { group_size: 4 }");
+    }
+    if (name != "dapo" && name != "grpo" && name != "deepseek_r1" && name != "rloo" && name != "trl") {
+      texts.emplace_back("optimizer { learning_rate: 0.1 }");
+    }
+    const auto plan = PlanJob(Merge(texts), surroundings_, JobOrigin::kSubmitted);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    const auto stored = JobText(*plan);
+    ASSERT_TRUE(stored.ok()) << stored.status();
+    EXPECT_THAT(*stored, HasSubstr("recipe: \"" + name + "\""));
+    for (const JobOrigin origin : {JobOrigin::kStored, JobOrigin::kSubmitted}) {
+      const auto again = PlanJob(*stored, surroundings_, origin);
+      ASSERT_TRUE(again.ok()) << again.status();
+      EXPECT_EQ(*JobText(*again), *stored);
+    }
+  }
+}
+
+TEST_F(JobPlanTest, RecipeFillsWhatIsNotSetAndTheJobsOwnFieldsWin) {
+  const std::string job = Merge({kBareJob, "recipe: 'dapo'", Data()});
+  const auto published = PlanJob(job, surroundings_, JobOrigin::kSubmitted);
+  ASSERT_TRUE(published.ok()) << published.status();
+  const v1::JobSpec& spec = published->spec;
+  EXPECT_EQ(spec.rollout().prompts_per_step(), 512u);
+  EXPECT_EQ(spec.rollout().group_size(), 16u);
+  EXPECT_EQ(spec.rollout().sampling().temperature(), 1);
+  EXPECT_EQ(spec.rollout().sampling().max_tokens(), 8u) << "the job's";
+  EXPECT_EQ(spec.rollout().dynamic_sampling().max_rounds(), 10u);
+  EXPECT_EQ(spec.loss().mini_batches_per_rollout(), 16u);
+  EXPECT_EQ(published->loss.epsilon_low, 0.2);
+  EXPECT_EQ(published->loss.epsilon_high, 0.28);
+  EXPECT_EQ(spec.optimizer().learning_rate(), 1e-6);
+  EXPECT_EQ(spec.optimizer().warmup_steps(), 20u);
+  const std::string warnings = absl::StrJoin(published->warnings, "\n");
+  EXPECT_THAT(warnings, HasSubstr("length { max_tokens: 20480 cache_tokens: 4096 }"));
+  EXPECT_THAT(warnings, HasSubstr("optimizer.learning_rate: 1e-06 was published for training all weights"));
+
+  const auto own = PlanJob(Merge({job, R"(rollout { prompts_per_step: 6 dynamic_sampling { max_rounds: 3 reward: "correct" } }
+    loss { epsilon_high: 0.3 mini_batches_per_rollout: 2 rollout_correction { mode: ROLLOUT_CORRECTION_MODE_NONE } }
+    optimizer { learning_rate: 0.01 warmup_steps: 0 } advantage { scale: ADVANTAGE_SCALE_NONE })"}),
+                           surroundings_, JobOrigin::kSubmitted);
+  ASSERT_TRUE(own.ok()) << own.status();
+  EXPECT_EQ(own->spec.rollout().prompts_per_step(), 6u);
+  EXPECT_EQ(own->spec.rollout().group_size(), 16u);
+  EXPECT_EQ(own->spec.rollout().dynamic_sampling().max_rounds(), 3u);
+  EXPECT_EQ(own->loss.epsilon_high, 0.3);
+  EXPECT_EQ(own->loss.rollout_correction, RolloutCorrectionMode::kNone);
+  EXPECT_EQ(own->learning_rate.warmup_steps, 0u) << "0 is a value";
+  EXPECT_EQ(own->advantage.scale, AdvantageScale::kNone);
+
+  EXPECT_THAT(Faults(Job("recipe: 'dapoo'")), HasSubstr("recipe: 'dapoo' is not known; must be one of bnpo, cispo"));
+  const std::string too_long = Faults(Merge({R"(name: "a" num_steps: 10 recipe: "dapo" rewards { weight: 1 ended_by_itself {} }
+    adapter { rank: 2 alpha: 4 })",
+                                             Data()}));
+  EXPECT_THAT(too_long, HasSubstr("rollout.sampling.max_tokens: 20480; must be 1 to 63 (given by recipe 'dapo')"));
+  EXPECT_THAT(too_long, HasSubstr("optimizer.warmup_steps: 20; must be below num_steps, 10 (given by recipe 'dapo')"));
+}
+
+TEST_F(JobPlanTest, SettingsOfUpdatesAndEvaluationsAreCheckedByNameValueAndLimit) {
+  const std::string faults = Faults(Job(R"(
+    rollout { dynamic_sampling { max_rounds: 1 reward: "nobody" } }
+    loss { mini_batches_per_rollout: 3 reference_sync { interval_steps: 0 alpha: 1.5 } }
+    evaluation { samples_per_prompt: 4 pass_at: 5 pass_reward: "none" metric: "pass_at_2" early_stop { patience: 0 min_increase: -1 }
+      sampling { seed: 3 top_p: 2 } })"));
+  for (const char* words :
+       {"rollout.dynamic_sampling.max_rounds: 1; must be 2 to 64",
+        "rollout.dynamic_sampling.reward: 'nobody'; must be one of the rewards: correct",
+        "loss.mini_batches_per_rollout: 3; must be a divisor of rollout.prompts_per_step, 2",
+        "loss.reference_sync.interval_steps: 0; must be 1", "loss.reference_sync.alpha: 1.5; must be > 0 and <= 1",
+        "loss.reference_sync: set, but neither loss.beta nor advantage.kl_in_reward",
+        "evaluation.pass_at: 5; must be 1 to samples_per_prompt, 4",
+        "evaluation.pass_reward: 'none'; must be one of the rewards: correct",
+        "evaluation.metric: 'pass_at_2'; must be one of reward, rewards/correct/mean, pass_at_5",
+        "evaluation.early_stop.patience: 0; must be 1 to 1000", "evaluation.early_stop.min_increase: -1",
+        "evaluation.sampling.seed: 3", "evaluation.sampling.top_p: 2",
+        "evaluation.interval_steps: 0; must be at least 1 with early_stop"}) {
+    EXPECT_THAT(faults, HasSubstr(words));
+  }
+  // An evaluation's longer completions count in the memory and against the model's positions.
+  const auto plan = Plan(Job("evaluation { content: '" + rows_ + "' sampling { max_tokens: 50 } }"));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->needs.longest_evaluation_prompt_tokens, 5u + 42u);
+  EXPECT_EQ(plan->spec.evaluation().metric(), "reward");
+  EXPECT_THAT(plan->spec.evaluation().pass_at(), ElementsAre(1));
+  EXPECT_THAT(Faults(Job("evaluation { content: '" + rows_ + "' sampling { max_tokens: 60 } }")),
+              HasSubstr("evaluation: data set line 1: the prompt has 5 tokens; the limit is 4"));
+  EXPECT_TRUE(Plan(Job("loss { beta: 0.1 reference_sync { interval_steps: 2 alpha: 0.6 } }"))->needs.has_reference_adapter);
+}
+
+TEST_F(JobPlanTest, SettingsThatMisleadAreWarnedOf) {
+  const std::pair<std::string, std::string> misleading[] = {
+      {"loss { epsilon_high: 0.3 }", "every ratio is exactly 1"},
+      {"loss { preset: LOSS_PRESET_REINFORCE updates_per_rollout: 2 }", "REINFORCE has no ratio"},
+      {"loss { preset: LOSS_PRESET_GSPO epsilon_high: 0.2 updates_per_rollout: 2 }", "a range for single tokens"},
+      {"loss { preset: LOSS_PRESET_DAPO epsilon_high: 4e-4 updates_per_rollout: 2 }", "a range for a sequence's mean ratio"},
+      {"loss { beta: 0.1 }", "the gradient of K3"},
+      {"loss { beta: 0.1 reference_sync { interval_steps: 1 alpha: 1 } }", "begins at its own reference"},
+      {"rollout { group_size: 2 }", "+0.71 and -0.71"},
+      {"loss { preset: LOSS_PRESET_DR_GRPO } advantage { scale: ADVANTAGE_SCALE_GROUP }", "preset DR_GRPO"},
+      {"loss { mask_truncated: true } rewards { weight: 1 length { max_tokens: 8 cache_tokens: 2 } }", "loss.mask_truncated"},
+      {"loss { top_entropy_quantile: 0.001 }", "leaves hardly a token"},
+      {"rollout { dynamic_sampling { max_rounds: 2 } } rewards { weight: 1 ended_by_itself {} }",
+       "rollout.dynamic_sampling.reward: not set"},
+      {"evaluation { content: '" + rows_ + "' greedy: true samples_per_prompt: 2 }", "all the same"},
+      {"evaluation { content: '" + rows_ + "' }", "the rows that are trained on"},
+  };
+  for (const auto& [more, words] : misleading) {
+    const auto plan = Plan(Job(more));
+    ASSERT_TRUE(plan.ok()) << more << plan.status();
+    EXPECT_THAT(plan->warnings, ::testing::Contains(HasSubstr(words))) << more;
+  }
+  surroundings_.model.max_positions = 4096;
+  const auto plan = PlanJob(Job("rollout { sampling { max_tokens: 2000 } } loss { rollout_correction { mode: "
+                                "ROLLOUT_CORRECTION_MODE_SEQUENCE_MASK } }"),
+                            surroundings_, JobOrigin::kSubmitted);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_THAT(plan->warnings, ::testing::Contains(HasSubstr("keeps or drops long completions by chance")));
+}
+
+TEST(EvaluationTest, PassAtKIsTheShareOfSubsetsThatHoldAPass) {
+  for (std::uint32_t n = 1; n <= 7; ++n) {
+    for (std::uint32_t passed = 0; passed <= n; ++passed) {
+      for (std::uint32_t k = 1; k <= n; ++k) {
+        int subsets = 0, with_pass = 0;
+        for (std::uint32_t subset = 0; subset < (1u << n); ++subset) {
+          if (static_cast<std::uint32_t>(std::popcount(subset)) != k) continue;
+          ++subsets;
+          with_pass += (subset & ((1u << passed) - 1)) != 0 ? 1 : 0;
+        }
+        EXPECT_NEAR(PassAtK(n, passed, k), static_cast<double>(with_pass) / subsets, 1e-12) << n << " " << passed << " " << k;
+      }
+    }
+  }
+  EXPECT_NEAR(PassAtK(1024, 1, 512), 0.5, 1e-9);
+}
+
+TEST(EvaluationTest, SamplesThatAFunctionDoesNotApplyToAreNotCounted) {
+  PassCounter passes(1, 0.5);
+  passes.Add({{0, 1}, {0, 0}, {0, std::nullopt}});
+  passes.Add({{0, 0.5}, {0, std::nullopt}, {1, std::nullopt}});
+  EXPECT_EQ(passes.Mean(1), (0.5 + 1) / 2);
+  EXPECT_EQ(passes.Mean(2), 1) << "only the first prompt has two";
+  EXPECT_EQ(passes.Mean(3), std::nullopt);
+}
+
+TEST(EvaluationTest, BestIsTheFirstOfTheHighestAndPatienceCountsWhatDoesNotRise) {
+  v1::EvaluationConfig config;
+  config.mutable_early_stop()->set_patience(2);
+  config.mutable_early_stop()->set_min_increase(0.1);
+  EvaluationProgress progress;
+  EXPECT_TRUE(RecordEvaluation(config, 0, 0.5, &progress));
+  EXPECT_TRUE(RecordEvaluation(config, 5, 0.55, &progress)) << "better, though no rise";
+  EXPECT_EQ(progress.evaluations_without_rise, 1u);
+  EXPECT_TRUE(RecordEvaluation(config, 10, 0.61, &progress)) << "0.11 above the last rise";
+  EXPECT_EQ(progress.evaluations_without_rise, 0u);
+  EXPECT_FALSE(RecordEvaluation(config, 15, 0.61, &progress));
+  EXPECT_FALSE(HasStoppedRising(config, progress));
+  EXPECT_FALSE(RecordEvaluation(config, 20, std::nullopt, &progress));
+  EXPECT_TRUE(HasStoppedRising(config, progress));
+  EXPECT_EQ(progress.best_step, 10u);
+  EXPECT_EQ(progress.evaluated_step, 20u);
+  config.clear_early_stop();
+  EXPECT_FALSE(HasStoppedRising(config, progress));
 }
 
 TEST_F(JobPlanTest, AdapterBeyondTheStandingRegionIsRefusedWithBothSizes) {

@@ -142,7 +142,9 @@ TEST(LossConfigTest, NoFieldVanishes) {
   const std::string unset = Fingerprint(Convert(""));
   const auto* loss = v1::LossConfig::descriptor();
   for (int i = 0; i < loss->field_count(); ++i) {
-    if (loss->field(i)->name() == "updates_per_rollout") continue;  // the step's loop, not the loss
+    // The loop's, not the loss's.
+    const std::string& name = loss->field(i)->name();
+    if (name == "updates_per_rollout" || name == "mini_batches_per_rollout" || name == "reference_sync") continue;
     v1::LossConfig config;
     SetField(&config, loss->field(i));
     const Recipe recipe = Convert(config);
@@ -168,6 +170,10 @@ TEST(LossConfigTest, FieldsWithoutEffectAreRefusedByName) {
       {"cispo_max_ratio: 4", "loss.cispo_max_ratio: "},
       {"sapo_temperature_positive: 2", "loss.sapo_temperature_positive: "},
       {"sapo_temperature_negative: 2", "loss.sapo_temperature_negative: "},
+      {"vespo_k_positive: 1", "loss.vespo_k_positive: "},
+      {"preset: LOSS_PRESET_SAPO vespo_lambda_positive: 1", "loss.vespo_lambda_positive: "},
+      {"vespo_k_negative: 1", "loss.vespo_k_negative: "},
+      {"vespo_lambda_negative: 1", "loss.vespo_lambda_negative: "},
       {"kl_estimator: KL_ESTIMATOR_K2", "loss.kl_estimator: "},
       {"kl_bias_correction: true", "loss.kl_bias_correction: "},
       {"kl_log_ratio_clamp: 5", "loss.kl_log_ratio_clamp: "},

@@ -244,6 +244,84 @@ TEST_F(StepDriverTest, ScoringPassesAreMadeOnlyWhenTheRecipeNeedsThem) {
   EXPECT_LT(top->metrics.top_entropy_count, top->metrics.token_count);
 }
 
+// Groups 0 and 1 in the first optimizer step, 2 and 3 in the second: each divides by its own tokens, and both meet the old
+// log-probs of before the first.
+TEST_F(StepDriverTest, MiniBatchesAreOptimizerStepsOfTheirOwn) {
+  const std::vector<float> before(Floats(0).begin(), Floats(0).end());
+  const std::vector<ScoredGroup> groups = Groups(4);
+  // As two steps of two groups each.
+  ASSERT_TRUE(Run({groups[0], groups[1]}).ok());
+  ASSERT_TRUE(Run({groups[2], groups[3]}).ok());
+  const std::vector<float> in_two_steps(Floats(0).begin(), Floats(0).end());
+
+  std::ranges::copy(before, Floats(0).begin());
+  for (const std::size_t i : {2u, 3u}) std::ranges::fill(Floats(i), 0.0f);
+  state_.optimizer_steps = 0;
+  options_.mini_batches_per_rollout = 2;
+  policy_->num_scores = 0;
+  policy_->forwarded.clear();
+  policy_->dropout_streams.clear();
+  const auto report = Run(groups);
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(state_.optimizer_steps, 2u);
+  EXPECT_EQ(report->num_micro_batches, 2u);
+  EXPECT_EQ(policy_->num_scores, 2) << "old log-probs of both, before the first update";
+  EXPECT_EQ(report->advantages.advantages.size(), 8u);
+  ASSERT_EQ(policy_->forwarded.size(), 2u);
+  EXPECT_NE(policy_->dropout_streams[0], policy_->dropout_streams[1]);
+  // These groups share no token, so that the second optimizer step finds its own log-probs as they were.
+  EXPECT_EQ(std::vector<float>(Floats(0).begin(), Floats(0).end()), in_two_steps);
+  EXPECT_NE(in_two_steps, before);
+  std::vector<ScoredGroup> alike = groups;
+  alike[2].rollouts = groups[0].rollouts;
+  const auto moved = Run(alike);
+  ASSERT_TRUE(moved.ok()) << moved.status();
+  EXPECT_GT(moved->metrics.ratio_max, 1) << "the second meets a policy that is no more the one that drew";
+
+  // Two passes over the two of them; a mask by entropies scores each mini-batch before each of its updates.
+  options_.updates_per_rollout = 2;
+  options_.loss.top_entropy_quantile = 0.5;
+  policy_->num_scores = 0;
+  ASSERT_TRUE(Run(groups).ok());
+  EXPECT_EQ(state_.optimizer_steps, 4u + 4u);
+  EXPECT_EQ(policy_->num_scores, 2 + 4);
+}
+
+// CASES C28: rows that ask the same are groups of their own, on one rank and on two, and a second update reuses what was drawn.
+TEST_F(StepDriverTest, EqualPromptsStayTwoGroupsOnTwoRanksAndInEveryUpdate) {
+  options_.updates_per_rollout = 2;
+  std::vector<ScoredGroup> groups(2);
+  const double rewards[2][4] = {{1, 0, 0, 0}, {1, 1, 1, 0}};
+  for (std::size_t g = 0; g < 2; ++g) {
+    groups[g].prompt_ids = {100, 101};
+    for (std::uint32_t m = 0; m < 4; ++m) {
+      Rollout rollout;
+      rollout.token_ids = {static_cast<std::uint32_t>(10 * g + m), 3, kEndToken};
+      rollout.rollout_logprobs.assign(3, -0.7);
+      rollout.finish_reason = v1::FINISH_REASON_STOP;
+      groups[g].rollouts.members.push_back(rollout);
+      groups[g].rewards.push_back({rewards[g][m]});
+    }
+  }
+  const auto whole = Run(groups);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  ASSERT_EQ(whole->advantages.advantages.size(), 8u);
+  // Means 0.25 and 0.75, each with the spread 0.5; as one group of 8 the first would be 0.935.
+  EXPECT_NEAR(whole->advantages.advantages[0][0], 0.75 / (0.5 + 1e-4), 1e-12);
+  EXPECT_NEAR(whole->advantages.advantages[4][0], 0.25 / (0.5 + 1e-4), 1e-12);
+  EXPECT_NEAR(whole->advantages.advantages[7][0], -0.75 / (0.5 + 1e-4), 1e-12);
+  ASSERT_EQ(policy_->forwarded.size(), 2u);
+  EXPECT_EQ(policy_->forwarded[0], policy_->forwarded[1]) << "the second update sees the same completions";
+  // Each rank has one of the groups, with the advantages that it has beside the other.
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    const auto alone = Run({groups[rank]});
+    ASSERT_TRUE(alone.ok()) << alone.status();
+    for (std::size_t m = 0; m < 4; ++m) {
+      EXPECT_EQ(alone->advantages.advantages[m], whole->advantages.advantages[4 * rank + m]) << rank << " " << m;
+    }
+  }
+}
+
 TEST_F(StepDriverTest, KlInRewardScoresBeforeTheAdvantages) {
   options_.advantage.estimator = AdvantageEstimator::kRloo;
   options_.advantage.kl_in_reward = 0.5;

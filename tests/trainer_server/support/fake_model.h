@@ -160,6 +160,7 @@ class FakePolicy final : public PolicyModel {
     }
     ++num_forwards;
     dropout_streams.push_back(dropout_stream);
+    forwarded.push_back(batch.token_ids);
     batch_ = batch;
     HeadScores scores = Evaluate(batch, masters_);
     if (num_forwards == nan_at_forward) scores.logprobs[0] = std::nan("");
@@ -181,6 +182,7 @@ class FakePolicy final : public PolicyModel {
   int num_scores = 0, num_forwards = 0, nan_at_forward = 0;
   std::size_t max_rows = SIZE_MAX;  // of a forward pass; more find no memory
   std::vector<std::uint64_t> dropout_streams;
+  std::vector<std::vector<std::int64_t>> forwarded;  // token ids of each forward pass
 
  private:
   static std::span<float> Floats(std::span<std::byte> bytes) {
