@@ -413,14 +413,14 @@ TEST(ModelDescriptionTest, SurvivesSerialisation) {
   ASSERT_TRUE(source.ok());
   ModelDescription description = (*source)->description();
   description.config.rms_norm_epsilon = 9.999999747378752e-06F;
-  description.format = StorageFormat::kNf4;
+  description.format = StorageFormat::kFp8Block;
   description.config.has_qkv_bias = true;
   const std::string bytes = SerializeModelDescription(description);
   const auto parsed = ParseModelDescription(bytes);
   ASSERT_TRUE(parsed.ok()) << parsed.status();
   EXPECT_EQ(SerializeModelDescription(*parsed), bytes);
   EXPECT_EQ(parsed->config.name, description.config.name);
-  EXPECT_EQ(parsed->format, StorageFormat::kNf4);
+  EXPECT_EQ(parsed->format, StorageFormat::kFp8Block);
   EXPECT_TRUE(parsed->config.has_qkv_bias);
   EXPECT_FALSE(parsed->config.has_qk_norm);
   EXPECT_EQ(parsed->config.rms_norm_epsilon, description.config.rms_norm_epsilon);
