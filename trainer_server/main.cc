@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -27,6 +28,12 @@
 
 ABSL_FLAG(int, content_limit_gib, 64, "data sets and adapters kept under --data_dir, in GiB");
 ABSL_FLAG(int, peer_patience_minutes, 60, "how long a job waits for rollout_server before it is paused");
+ABSL_FLAG(std::string, reward_python, "/usr/bin/python3",
+          "Python, 3.9 or later, of reward functions and of programs under test: an absolute path, as of a virtual environment");
+ABSL_FLAG(int, reward_workers, 0,
+          "groups that are scored at a time, each in a worker of its own; 0: one for each two processors");
+ABSL_FLAG(std::string, host_bytes, "0",
+          "on a GPU: host memory that may be page-locked for layer inputs ('32GiB'); 0: seven eighths of what is free at start");
 ABSL_FLAG(bool, deterministic_attention, false,
           "on a GPU: attention whose gradients are the same bit for bit each time, at about half of the speed on Hopper");
 
@@ -60,7 +67,25 @@ class ArenaPhase : public PhaseMemory {
   const ArenaScope scope_;
 };
 
+absl::StatusOr<int> RewardWorkers() {
+  constexpr int kMost = 1024;
+  const int given = absl::GetFlag(FLAGS_reward_workers);
+  if (given < 0 || given > kMost) {
+    return absl::InvalidArgumentError(absl::StrCat("--reward_workers: ", given, "; must be 0 to ", kMost));
+  }
+  const auto processors = static_cast<int>(std::thread::hardware_concurrency());
+  return given > 0 ? given : std::max(processors / 2, 1);
+}
+
+absl::StatusOr<std::uint64_t> HostLimitBytes() {
+  const std::string text = absl::GetFlag(FLAGS_host_bytes);
+  const absl::StatusOr<std::uint64_t> bytes = ParseBytes(text);
+  if (!bytes.ok()) return absl::InvalidArgumentError(absl::StrCat("--host_bytes: ", bytes.status().message()));
+  return *bytes > 0 ? *bytes : LayerInputHostLimit();
+}
+
 absl::StatusOr<int> Run(const DaemonConfig& config) {
+  TANDEM_ASSIGN_OR_RETURN(const std::uint64_t host_limit_bytes, HostLimitBytes());
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Metrics> metrics, Metrics::Create(config.metrics_address));
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMember> pool, PoolMember::Start(config.pool));
   const v1::PoolManifest manifest = pool->manifest();
@@ -83,7 +108,11 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
                     .is_attached = [&pool] { return pool->is_peer_attached(); },
                     .patience = absl::Minutes(absl::GetFlag(FLAGS_peer_patience_minutes))});
 
+  SandboxSource sandbox(absl::GetFlag(FLAGS_reward_python));
+  TANDEM_ASSIGN_OR_RETURN(const int reward_workers, RewardWorkers());
   LoopEnvironment environment;
+  environment.sandbox = &sandbox;
+  environment.reward_workers = reward_workers;
   environment.model = description.config;
   environment.tokenizer = tokenizer;
   environment.encoder = encoder;
@@ -96,7 +125,6 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   std::vector<v1::OwnedBytes> fixed = standing->Ledger();  // no job has anything there yet
   std::erase_if(fixed, [](const v1::OwnedBytes& owned) { return owned.owner() == "free"; });
   const AttentionOptions attention = CudaAttentionOptions(description.config, absl::GetFlag(FLAGS_deterministic_attention));
-  const std::uint64_t host_limit_bytes = LayerInputHostLimit();
   NodeMemoryReader node_memory({description.config, description.format, attention, std::move(fixed), host_limit_bytes},
                                pool.get(), &peer);
   environment.node_memory = [&node_memory] { return node_memory.Read(); };
@@ -122,10 +150,13 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
              " attention=",
              device == Device::kCpu ? "own(packed)" : CudaAttentionName(description.config, description.format, attention));
   JobRunner runner(store.get(), environment, {.directory = config.data_dir});
-  const JobSurroundings surroundings{description.config, encoder, content.get(), environment.node_memory};
-  JobService service(
-      {.surroundings = surroundings, .model = description.config.name, .device = manifest.device_uuid(), .member = pool.get()},
-      store.get(), content.get(), &runner);
+  const JobSurroundings surroundings{description.config, encoder, content.get(), environment.node_memory, &sandbox};
+  JobService service({.surroundings = surroundings,
+                      .model = description,
+                      .model_path = config.pool.model_path,
+                      .device = manifest.device_uuid(),
+                      .member = pool.get()},
+                     store.get(), content.get(), &runner);
   for (const v1::OwnedBytes& owned : runner.Ledger()) {
     TANDEM_LOG(kInfo, "main", "ledger owner=", owned.owner(), " bytes=", owned.bytes(), " (", FormatBytes(owned.bytes()), ")");
   }

@@ -37,8 +37,11 @@ class FileModelSource final : public ModelSource {
   bool holds_fp8_blocks() const override;
   absl::Status LoadWeights(const WeightLayout& layout, Device device, std::span<std::byte> region,
                            const std::function<void(std::uint64_t)>& progress) const override;
+  absl::Status ReadRows(std::size_t tensor_index, std::uint64_t row_begin, std::uint64_t row_end,
+                        std::span<float> values) const override;
 
  private:
+  TensorLoad LoadOf(WeightTarget target) const;
   FileModelSource(ModelDescription description, ModelFileKind kind, std::vector<ModelFile> files)
       : description_(std::move(description)), kind_(kind), files_(std::move(files)) {}
   absl::Status CheckTensors() const;
@@ -57,6 +60,11 @@ class FileModelSource final : public ModelSource {
 absl::Status LoadTargets(const ModelConfig& config, ModelFileKind kind, const WeightLayout& layout, Device device,
                          std::span<std::byte> region, const std::function<TensorLoad(WeightTarget)>& load_of,
                          const std::function<void(std::uint64_t)>& progress);
+
+// What ReadRows is for every kind of source.
+absl::Status ReadTargetRows(const ModelConfig& config, ModelFileKind kind, std::size_t tensor_index, std::uint64_t row_begin,
+                            std::uint64_t row_end, std::span<float> values,
+                            const std::function<TensorLoad(WeightTarget)>& load_of);
 
 absl::StatusOr<std::unique_ptr<ModelSource>> OpenHuggingFaceModel(const std::string& directory);
 absl::StatusOr<std::unique_ptr<ModelSource>> OpenGgufModel(const std::string& path);

@@ -338,17 +338,46 @@ absl::Status LoadTargets(const ModelConfig& config, ModelFileKind kind, const We
 
 absl::Status FileModelSource::LoadWeights(const WeightLayout& layout, Device device, std::span<std::byte> region,
                                           const std::function<void(std::uint64_t)>& progress) const {
-  const auto load_of = [this](WeightTarget target) {
-    const StoredTensor& tensor = tensors_.at(target.name);
-    const std::optional<WeightCodec> codec = ParseCodec(tensor.type_name);
-    TensorLoad load{&files_[tensor.file_index], *codec, tensor.begin_bytes, std::move(target)};
-    if (HasBlockScales(load.target.name)) {
-      const StoredTensor& scales = tensors_.at(load.target.name + kScalesSuffix);
-      load.block_scales = BlockScales{&files_[scales.file_index], *ParseCodec(scales.type_name), scales.begin_bytes};
-    }
-    return load;
-  };
+  const auto load_of = [this](WeightTarget target) { return LoadOf(std::move(target)); };
   return LoadTargets(description_.config, kind_, layout, device, region, load_of, progress);
+}
+
+absl::Status FileModelSource::ReadRows(std::size_t tensor_index, std::uint64_t row_begin, std::uint64_t row_end,
+                                       std::span<float> values) const {
+  const auto load_of = [this](WeightTarget target) { return LoadOf(std::move(target)); };
+  return ReadTargetRows(description_.config, kind_, tensor_index, row_begin, row_end, values, load_of);
+}
+
+TensorLoad FileModelSource::LoadOf(WeightTarget target) const {
+  const StoredTensor& tensor = tensors_.at(target.name);
+  TensorLoad load{&files_[tensor.file_index], *ParseCodec(tensor.type_name), tensor.begin_bytes, std::move(target)};
+  if (HasBlockScales(load.target.name)) {
+    const StoredTensor& scales = tensors_.at(load.target.name + kScalesSuffix);
+    load.block_scales = BlockScales{&files_[scales.file_index], *ParseCodec(scales.type_name), scales.begin_bytes};
+  }
+  return load;
+}
+
+std::uint64_t ReadRowsUnit(const ModelConfig& config) {
+  return std::lcm(static_cast<std::uint64_t>(config.head_dim), kScaleBlock);
+}
+
+absl::Status ReadTargetRows(const ModelConfig& config, ModelFileKind kind, std::size_t tensor_index, std::uint64_t row_begin,
+                            std::uint64_t row_end, std::span<float> values,
+                            const std::function<TensorLoad(WeightTarget)>& load_of) {
+  WeightTarget target = WeightTargets(config, WeightLayout::Create(config, StorageFormat::kFp32), kind).at(tensor_index);
+  target.begin_bytes = 0;
+  TensorLoad load = load_of(std::move(target));
+  const std::uint64_t columns = load.target.columns;
+  const CodecBlock block = BlockOf(load.codec);
+  load.target.rows = row_end - row_begin;
+  load.file_begin_bytes += row_begin * columns / block.num_values * block.size_bytes;
+  if (load.block_scales.has_value()) {
+    const std::uint64_t blocks_a_row = (columns + kScaleBlock - 1) / kScaleBlock;
+    load.block_scales->file_begin_bytes += row_begin / kScaleBlock * blocks_a_row * BlockOf(load.block_scales->codec).size_bytes;
+  }
+  return Annotate(LoadTensors({&load, 1}, Device::kCpu, std::as_writable_bytes(values), {}),
+                  absl::StrCat("reading ", config.name));
 }
 
 }  // namespace tandem

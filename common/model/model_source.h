@@ -26,6 +26,9 @@ struct ModelDescription {
 std::string SerializeModelDescription(const ModelDescription& description);
 absl::StatusOr<ModelDescription> ParseModelDescription(std::string_view bytes);
 
+// Heads and blocks of scales begin at multiples of so many rows.
+std::uint64_t ReadRowsUnit(const ModelConfig& config);
+
 class ModelSource {
  public:
   // `path`: a directory, a GGUF file, or "random:SHAPE" (see random_model_source.h).
@@ -43,6 +46,11 @@ class ModelSource {
   // with bytes written so far, from one thread.
   virtual absl::Status LoadWeights(const WeightLayout& layout, Device device, std::span<std::byte> region,
                                    const std::function<void(std::uint64_t)>& progress) const = 0;
+  // Rows [row_begin, row_end) of one tensor as fp32, row-major: `tensor_index` counts Hugging Face's tensors in the order of
+  // WeightTargets, whose rows these are whatever the file's. Requires: values.size() is rows x columns; row_begin is a multiple
+  // of ReadRowsUnit(config), row_end too or the tensor's end. Errors: LoadWeights'.
+  virtual absl::Status ReadRows(std::size_t tensor_index, std::uint64_t row_begin, std::uint64_t row_end,
+                                std::span<float> values) const = 0;
 };
 
 // The format in which a pool on `device` holds the model. Left open it is fp32 on the CPU and bf16 on a GPU. A checkpoint in FP8

@@ -150,14 +150,21 @@ class RandomModelSource final : public ModelSource {
   bool holds_fp8_blocks() const override { return false; }
   absl::Status LoadWeights(const WeightLayout& layout, Device device, std::span<std::byte> region,
                            const std::function<void(std::uint64_t)>& progress) const override {
-    const auto load_of = [this](WeightTarget target) {
-      const RandomTensor& tensor = tensors_.at(target.name);
-      return TensorLoad{&tensor, WeightCodec::kF32, 0, std::move(target)};
-    };
+    const auto load_of = [this](WeightTarget target) { return LoadOf(std::move(target)); };
     return LoadTargets(description_.config, ModelFileKind::kHuggingFace, layout, device, region, load_of, progress);
+  }
+  absl::Status ReadRows(std::size_t tensor_index, std::uint64_t row_begin, std::uint64_t row_end,
+                        std::span<float> values) const override {
+    const auto load_of = [this](WeightTarget target) { return LoadOf(std::move(target)); };
+    return ReadTargetRows(description_.config, ModelFileKind::kHuggingFace, tensor_index, row_begin, row_end, values, load_of);
   }
 
  private:
+  TensorLoad LoadOf(WeightTarget target) const {
+    const RandomTensor& tensor = tensors_.at(target.name);
+    return {&tensor, WeightCodec::kF32, 0, std::move(target)};
+  }
+
   const ModelDescription description_;
   std::map<std::string, RandomTensor> tensors_;
   std::string digest_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstring>
 #include <set>
 #include <string_view>
 #include <utility>
@@ -164,26 +165,21 @@ const SafetensorsTensor* SafetensorsFile::Find(const std::string& name) const {
   return found != tensors_.end() && found->name == name ? &*found : nullptr;
 }
 
-absl::Status WriteSafetensors(const std::string& path, const std::vector<SafetensorsOutput>& tensors,
-                              const std::map<std::string, std::string>& metadata) {
+absl::StatusOr<std::string> SafetensorsHeader(const std::vector<SafetensorsEntry>& tensors,
+                                              const std::map<std::string, std::string>& metadata) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   if (!metadata.empty()) header[kMetadataKey] = metadata;
   std::set<std::string> names;
   std::uint64_t end_bytes = 0;
-  for (const SafetensorsOutput& tensor : tensors) {
+  for (const SafetensorsEntry& tensor : tensors) {
     const auto fail = [&](const auto&... message) {
-      return absl::InvalidArgumentError(absl::StrCat("writing ", path, ": tensor '", tensor.name, "': ", message...));
+      return absl::InvalidArgumentError(absl::StrCat("tensor '", tensor.name, "': ", message...));
     };
     if (!names.insert(tensor.name).second || tensor.name == kMetadataKey) return fail("the name is taken");
-    std::uint64_t expected_bytes = DtypeBytes(tensor.dtype);
-    if (expected_bytes == 0) return fail("unknown dtype '", tensor.dtype, "'");
+    std::uint64_t size_bytes = DtypeBytes(tensor.dtype);
+    if (size_bytes == 0) return fail("unknown dtype '", tensor.dtype, "'");
     for (const std::uint64_t dimension : tensor.shape) {
-      if (!MultiplyFits(expected_bytes, dimension, &expected_bytes)) return fail("shape product overflows 64 bits");
-    }
-    std::uint64_t size_bytes = 0;
-    for (const auto& piece : tensor.pieces) size_bytes += piece.size();
-    if (size_bytes != expected_bytes) {
-      return fail("bytes differ from shape x dtype: ", size_bytes, " given, ", expected_bytes, " expected");
+      if (!MultiplyFits(size_bytes, dimension, &size_bytes)) return fail("shape product overflows 64 bits");
     }
     header[tensor.name] = {
         {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {end_bytes, end_bytes + size_bytes}}};
@@ -192,10 +188,28 @@ absl::Status WriteSafetensors(const std::string& path, const std::vector<Safeten
   std::string text = header.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
   text.resize(RoundUp(text.size(), 8), ' ');  // data begins aligned
   const std::uint64_t header_bytes = text.size();
+  std::string length(sizeof header_bytes, '\0');
+  std::memcpy(length.data(), &header_bytes, sizeof header_bytes);
+  return length + text;
+}
 
+absl::Status WriteSafetensors(const std::string& path, const std::vector<SafetensorsOutput>& tensors,
+                              const std::map<std::string, std::string>& metadata) {
+  std::vector<SafetensorsEntry> entries;
+  for (const SafetensorsOutput& tensor : tensors) entries.push_back({tensor.name, tensor.dtype, tensor.shape});
+  absl::StatusOr<std::string> header = SafetensorsHeader(entries, metadata);
+  if (!header.ok()) return Annotate(header.status(), absl::StrCat("writing ", path));
+  for (const SafetensorsOutput& tensor : tensors) {
+    std::uint64_t expected_bytes = DtypeBytes(tensor.dtype), size_bytes = 0;
+    for (const std::uint64_t dimension : tensor.shape) expected_bytes *= dimension;
+    for (const auto& piece : tensor.pieces) size_bytes += piece.size();
+    if (size_bytes == expected_bytes) continue;
+    return absl::InvalidArgumentError(absl::StrCat("writing ", path, ": tensor '", tensor.name,
+                                                   "': bytes differ from shape x dtype: ", size_bytes, " given, ", expected_bytes,
+                                                   " expected"));
+  }
   TANDEM_ASSIGN_OR_RETURN(AtomicFileWriter writer, AtomicFileWriter::Create(path));
-  TANDEM_RETURN_IF_ERROR(writer.Write(std::as_bytes(std::span(&header_bytes, 1))));
-  TANDEM_RETURN_IF_ERROR(writer.Write(std::as_bytes(std::span(text))));
+  TANDEM_RETURN_IF_ERROR(writer.Write(std::as_bytes(std::span(*header))));
   for (const SafetensorsOutput& tensor : tensors) {
     for (const auto& piece : tensor.pieces) TANDEM_RETURN_IF_ERROR(writer.Write(piece));
   }

@@ -43,6 +43,16 @@ class SafetensorsFile {
   std::map<std::string, std::string> metadata_;
 };
 
+struct SafetensorsEntry {
+  std::string name;
+  std::string dtype;
+  std::vector<std::uint64_t> shape;
+};
+// A file's bytes up to its data, in which the tensors then lie one behind the other. Errors: INVALID_ARGUMENT (unknown dtype,
+// name twice, a size beyond 64 bits).
+absl::StatusOr<std::string> SafetensorsHeader(const std::vector<SafetensorsEntry>& tensors,
+                                              const std::map<std::string, std::string>& metadata);
+
 // A tensor to write. `pieces` are its bytes in order, from wherever they lie: nothing is gathered in memory.
 struct SafetensorsOutput {
   std::string name;

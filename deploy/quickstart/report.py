@@ -18,16 +18,16 @@ def main():
     parser.add_argument("--report", required=True)
     args = parser.parse_args()
 
-    curve, evaluations = [], []
+    num_steps, evaluations = 0, []
     with open(args.events) as events:
         for line in events:
             event = json.loads(line)
             if "step" in event:
-                curve.append((event["step"]["step"], named(event["step"]["values"])["reward"]))
+                num_steps += 1
             elif "evaluation" in event:
                 evaluations.append(event["evaluation"])
-    if not curve or len(evaluations) < 2:
-        sys.exit(f"{args.events}: {len(curve)} steps and {len(evaluations)} evaluations; a finished job has steps and two evaluations")
+    if not num_steps or len(evaluations) < 2:
+        sys.exit(f"{args.events}: {num_steps} steps and {len(evaluations)} evaluations; a finished job has steps and two evaluations")
     with open(args.memory) as peak:
         memory = json.load(peak)
     is_on_gpu = "device_bytes" in memory
@@ -38,7 +38,7 @@ def main():
     before, after = rewards(evaluations[0]), rewards(evaluations[-1])
     # peak_bytes is host memory; what is in use on a GPU counts all processes on it.
     report = {"reward_before": before, "reward_after": after, "seconds": args.seconds, "device": "cuda" if is_on_gpu else "cpu",
-              "peak_bytes": memory["host_bytes"], "seed": args.seed, "steps": len(curve), "held_out_prompts": evaluations[0]["num_prompts"]}
+              "peak_bytes": memory["host_bytes"], "seed": args.seed, "steps": num_steps, "held_out_prompts": evaluations[0]["num_prompts"]}
     if is_on_gpu:
         report |= {"device_peak_bytes": memory["device_bytes"], "device_pool_bytes": memory["device_pool_bytes"]}
     with open(args.report, "w") as out:
@@ -48,7 +48,7 @@ def main():
     print(f"{'held-out reward':<18}{'before':>8}{'after':>8}{'gain':>8}")
     for name in before:
         print(f"{name:<18}{before[name]:>8.3f}{after[name]:>8.3f}{after[name] - before[name]:>+8.3f}")
-    print(f"{evaluations[0]['num_prompts']} prompts, {len(curve)} steps, {args.seconds} s, peak {memory['host_bytes'] / 2**20:.0f} MiB of host memory "
+    print(f"{evaluations[0]['num_prompts']} prompts, {num_steps} steps, {args.seconds} s, peak {memory['host_bytes'] / 2**20:.0f} MiB of host memory "
           "for both daemons")
     if is_on_gpu:
         print(f"GPU: peak {memory['device_bytes'] / 2**20:.0f} MiB in use on the card, all processes; the pool is "

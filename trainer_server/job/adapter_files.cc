@@ -43,6 +43,15 @@ class TemporaryDirectory {
   std::string path_;
 };
 
+PeftConfig ToPeft(const v1::AdapterConfig& config) {
+  PeftConfig peft;
+  peft.rank = static_cast<int>(config.rank());
+  peft.alpha = config.alpha();
+  peft.use_rslora = config.rank_stabilised();
+  for (const int kind : config.targets()) peft.targets.push_back(static_cast<LinearKind>(kind - 1));
+  return peft;
+}
+
 }  // namespace
 
 absl::StatusOr<PeftAdapter> OpenStartAdapter(const v1::AdapterConfig& adapter, const ModelConfig& model,
@@ -62,11 +71,7 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ExportFiles(con
                                                                              const ModelConfig& model,
                                                                              const std::string& adapter) {
   TANDEM_ASSIGN_OR_RETURN(const TemporaryDirectory directory, TemporaryDirectory::Create());
-  PeftConfig peft;
-  peft.rank = static_cast<int>(config.rank());
-  peft.alpha = config.alpha();
-  peft.use_rslora = config.rank_stabilised();
-  for (const int kind : config.targets()) peft.targets.push_back(static_cast<LinearKind>(kind - 1));
+  PeftConfig peft = ToPeft(config);
   peft.base_model = model.name;
   TANDEM_RETURN_IF_ERROR(WritePeftAdapter(directory.path(), model, peft, std::as_bytes(std::span<const char>(adapter))));
   std::vector<std::pair<std::string, std::string>> files;
@@ -75,6 +80,24 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ExportFiles(con
     files.emplace_back(name, std::move(bytes));
   }
   return files;
+}
+
+absl::Status ExportMerged(const v1::AdapterConfig& config, const ModelDescription& model, const std::string& model_path,
+                          const std::string& adapter, const FileSink& sink) {
+  if (model_path.empty()) {
+    return absl::FailedPreconditionError("trainer_server was started without --model, whose files a merged export reads");
+  }
+  const auto source = ModelSource::Open(model_path);
+  if (!source.ok()) return absl::FailedPreconditionError(absl::StrCat("--model=", model_path, ": ", source.status().message()));
+  if (WeightLayout::Create((*source)->description().config, StorageFormat::kFp32).digest !=
+      WeightLayout::Create(model.config, StorageFormat::kFp32).digest) {
+    return absl::FailedPreconditionError(absl::StrCat("--model=", model_path, " is ", (*source)->description().config.name,
+                                                      ", not the pool's ", model.config.name));
+  }
+  const PeftConfig peft = ToPeft(config);
+  const AdapterLayout layout = AdapterLayout::Create(model.config, peft.rank, peft.targets);
+  return StreamMergedModel(**source, model_path, layout, static_cast<float>(peft.scale()),
+                           std::as_bytes(std::span<const char>(adapter)), {}, sink);
 }
 
 }  // namespace tandem

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/model/merged_model.h"
 #include "common/model/peft_adapter.h"
 #include "proto/job.pb.h"
 #include "trainer_server/job/content_store.h"
@@ -19,5 +20,10 @@ absl::StatusOr<PeftAdapter> OpenStartAdapter(const v1::AdapterConfig& adapter, c
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ExportFiles(const v1::AdapterConfig& config,
                                                                              const ModelConfig& model,
                                                                              const std::string& adapter);
+
+// The model of `model_path`, which must be the one that the pool holds, with the adapter merged into it: see StreamMergedModel.
+// Errors: FAILED_PRECONDITION (no such model there), else its own.
+absl::Status ExportMerged(const v1::AdapterConfig& config, const ModelDescription& model, const std::string& model_path,
+                          const std::string& adapter, const FileSink& sink);
 
 }  // namespace tandem

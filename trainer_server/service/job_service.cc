@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_join.h"
 #include "common/base/units.h"
 #include "common/rpc/channel.h"
 #include "google/protobuf/text_format.h"
@@ -31,6 +32,10 @@ void Add(const std::string& name, double value, google::protobuf::RepeatedPtrFie
 
 v1::WatchResponse ToResponse(const HistoryEvent& event) {
   v1::WatchResponse response;
+  if (event.kind == HistoryEvent::Kind::kData) {
+    *response.mutable_data() = DataCountsOf(event.values);
+    return response;
+  }
   if (event.kind == HistoryEvent::Kind::kStep) {
     v1::StepMetrics* const step = response.mutable_step();
     step->set_step(static_cast<std::uint32_t>(event.step));
@@ -47,7 +52,7 @@ v1::WatchResponse ToResponse(const HistoryEvent& event) {
   }
   v1::EvaluationMetrics* const evaluation = response.mutable_evaluation();
   evaluation->set_step(static_cast<std::uint32_t>(event.step));
-  const std::string prefix = "rewards/", suffix = "/mean";
+  const std::string prefix = "rewards/", suffix = "/mean", best = "best/";
   for (const auto& [name, value] : event.values) {
     if (name == "reward") {
       evaluation->set_reward(value);
@@ -55,9 +60,49 @@ v1::WatchResponse ToResponse(const HistoryEvent& event) {
       evaluation->set_num_prompts(static_cast<std::uint32_t>(value));
     } else if (name.size() > prefix.size() + suffix.size() && name.rfind(prefix, 0) == 0) {
       Add(name.substr(prefix.size(), name.size() - prefix.size() - suffix.size()), value, evaluation->mutable_rewards());
+    } else if (name == "best_step") {
+      evaluation->set_best_step(static_cast<std::uint32_t>(value));
+    } else if (name.rfind(best, 0) == 0) {
+      evaluation->set_metric(name.substr(best.size()));
+      evaluation->set_best_value(value);
+    } else if (name == "stops_job") {
+      evaluation->set_stops_job(true);
+    } else {
+      Add(name, value, evaluation->mutable_values());
     }
   }
   return response;
+}
+
+std::optional<double> ValueOf(const v1::CompletionsRequest& request, const v1::CompletionRecord& record) {
+  if (request.function().empty()) return record.reward();
+  const auto found = std::ranges::find(record.rewards(), request.function(), &v1::NamedValue::name);
+  return found == record.rewards().end() ? std::nullopt : std::optional(found->value());
+}
+
+bool Passes(const v1::CompletionsRequest& request, const v1::CompletionRecord& record) {
+  const std::optional<double> value = ValueOf(request, record);
+  return value.has_value() && (!request.has_min_reward() || *value >= request.min_reward()) &&
+         (!request.has_max_reward() || *value <= request.max_reward()) && record.completion_tokens() >= request.min_tokens() &&
+         (request.max_tokens() == 0 || record.completion_tokens() <= request.max_tokens()) &&
+         (request.finish_reason() == v1::FINISH_REASON_UNSPECIFIED || request.finish_reason() == record.finish_reason()) &&
+         (!request.has_group_index() || request.group_index() == record.group_index());
+}
+
+absl::Status CheckFilters(const v1::CompletionsRequest& request, const std::string& job_text) {
+  if (request.last_step() != 0 && request.last_step() < request.step()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("last_step: ", request.last_step(), "; must be at least step, ", request.step()));
+  }
+  if (request.function().empty()) return absl::OkStatus();
+  v1::JobSpec spec;
+  if (!google::protobuf::TextFormat::ParseFromString(job_text, &spec))
+    return absl::InternalError("the stored job cannot be read");
+  std::vector<std::string> names;
+  for (const v1::RewardConfig& reward : spec.rewards()) names.push_back(reward.name());
+  if (std::ranges::find(names, request.function()) != names.end()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("function: '", request.function(), "'; must be one of the job's rewards: ", absl::StrJoin(names, ", ")));
 }
 
 void AddWarnings(const JobPlan& plan, google::protobuf::RepeatedPtrField<std::string>* warnings) {
@@ -120,11 +165,14 @@ grpc::Status JobService::Submit(grpc::ServerContext*, const v1::SubmitRequest* r
   const absl::Status measured = MeasureMemory(options_.surroundings, options_.surroundings.node_memory(), &*plan);
   if (!measured.ok()) return ToGrpc(measured);
   if (const absl::Status fits = CheckMemory(plan->memory); !fits.ok()) return ToGrpc(fits);
-  const auto job = store_->Add(plan->spec, request->job_text());
+  const auto text = JobText(*plan);
+  if (!text.ok()) return ToGrpc(text.status());
+  const auto job = store_->Add(plan->spec, *text);
   if (!job.ok()) return ToGrpc(job.status());
   runner_->Notify();
   response->set_job(*job);
   AddWarnings(*plan, response->mutable_warnings());
+  *response->mutable_data() = plan->rows.counts;
   return grpc::Status::OK;
 }
 
@@ -136,10 +184,11 @@ grpc::Status JobService::Plan(grpc::ServerContext*, const v1::PlanRequest* reque
   if (!measured.ok()) return ToGrpc(measured);
   *response->mutable_memory() = plan->memory.figures;
   response->mutable_faults()->Assign(plan->memory.faults.begin(), plan->memory.faults.end());
-  if (!google::protobuf::TextFormat::PrintToString(plan->spec, response->mutable_job_text())) {
-    return ToGrpc(absl::InternalError("the job cannot be printed"));
-  }
+  const auto text = JobText(*plan);
+  if (!text.ok()) return ToGrpc(text.status());
+  response->set_job_text(*text);
   AddWarnings(*plan, response->mutable_warnings());
+  *response->mutable_data() = plan->rows.counts;
   response->set_steps_per_epoch(plan->steps_per_epoch);
   response->set_trained_parameters(plan->layout.num_parameters);
   return grpc::Status::OK;
@@ -172,6 +221,15 @@ grpc::Status JobService::GetJob(grpc::ServerContext*, const v1::GetJobRequest* r
   return ToGrpc(status.status());
 }
 
+grpc::Status JobService::Describe(grpc::ServerContext*, const v1::GetJobRequest* request, v1::JobDescription* response) {
+  const auto job = store_->Get(request->job());
+  if (!job.ok()) return ToGrpc(job.status());
+  response->set_job_text(job->job_text);
+  const auto status = runner_->StatusOf(request->job());
+  if (status.ok()) *response->mutable_status() = *status;
+  return ToGrpc(status.status());
+}
+
 grpc::Status JobService::Watch(grpc::ServerContext* context, const v1::WatchRequest* request,
                                grpc::ServerWriter<v1::WatchResponse>* writer) {
   const StreamPlace place(&num_streams_);
@@ -185,6 +243,7 @@ grpc::Status JobService::Watch(grpc::ServerContext* context, const v1::WatchRequ
     if (!status.ok()) return ToGrpc(status.status());
     while (const auto event = history.Next()) {
       const bool is_step = event->kind == HistoryEvent::Kind::kStep;
+      if (event->kind == HistoryEvent::Kind::kData && next_step > 0) continue;
       // The evaluation of step s comes after its figures, so that a caller who has those may lack it.
       if (event->step + (is_step ? 0 : 1) < next_step) continue;
       if (is_step) next_step = event->step + 1;
@@ -196,7 +255,7 @@ grpc::Status JobService::Watch(grpc::ServerContext* context, const v1::WatchRequ
       if (!writer->Write(response)) return grpc::Status::CANCELLED;
       sent = *status;
     }
-    if (HasEnded(status->state())) return grpc::Status::OK;
+    if (HasEnded(status->state()) || request->until_now()) return grpc::Status::OK;
     change = runner_->WaitForChange(change, absl::Milliseconds(500));
   }
   return grpc::Status::CANCELLED;
@@ -235,44 +294,67 @@ grpc::Status JobService::Completions(grpc::ServerContext*, const v1::Completions
   if (!place.status().ok()) return place.status();
   const auto job = store_->Get(request->job());
   if (!job.ok()) return ToGrpc(job.status());
+  const absl::Status filters = CheckFilters(*request, job->job_text);
+  if (!filters.ok()) return ToGrpc(filters);
+  const std::string directory = runner_->DirectoryOf(request->job());
+  const std::vector<std::uint64_t> steps = StepsWithCompletions(directory);
+  std::uint64_t first = request->step(), last = std::max(request->step(), request->last_step());
+  if (first == 0 && !steps.empty()) first = last = steps.back();
+  const auto is_asked = [&](std::uint64_t step) { return step >= first && step <= last; };
+  if (std::ranges::none_of(steps, is_asked)) {
+    const std::string there =
+        steps.empty() ? "there are none yet" : absl::StrCat("steps ", steps.front(), " to ", steps.back(), " have some");
+    return ToGrpc(absl::NotFoundError(absl::StrCat("job ", request->job(), ": no completions of step ", first,
+                                                   last > first ? absl::StrCat(" to ", last) : "", "; ", there)));
+  }
   std::uint32_t written = 0;
   bool is_open = true;
-  const absl::Status read =
-      ReadCompletions(runner_->DirectoryOf(request->job()), request->step(), [&](const v1::CompletionRecord& record) {
-        is_open = writer->Write(record);
-        ++written;
-        return is_open && (request->limit() == 0 || written < request->limit());
-      });
-  if (!is_open) return grpc::Status::CANCELLED;
-  return ToGrpc(Annotate(read, absl::StrCat("job ", request->job())));
+  for (const std::uint64_t step : steps) {
+    if (!is_asked(step)) continue;
+    const absl::Status read = ReadCompletions(directory, step, [&](const v1::CompletionRecord& record) {
+      if (!Passes(*request, record)) return true;
+      is_open = writer->Write(record) && (request->limit() == 0 || ++written < request->limit());
+      return is_open;
+    });
+    if (!read.ok()) return ToGrpc(Annotate(read, absl::StrCat("job ", request->job())));
+    if (!is_open) break;
+  }
+  return grpc::Status::OK;
 }
 
-grpc::Status JobService::Export(grpc::ServerContext*, const v1::ExportRequest* request,
+grpc::Status JobService::Export(grpc::ServerContext* context, const v1::ExportRequest* request,
                                 grpc::ServerWriter<v1::ExportResponse>* writer) {
   const StreamPlace place(&num_streams_);
   if (!place.status().ok()) return place.status();
   const auto job = store_->Get(request->job());
   if (!job.ok()) return ToGrpc(job.status());
-  const auto plan = PlanJob(job->job_text, options_.surroundings, JobOrigin::kStored);
+  const auto plan = PlanJob(job->job_text, options_.surroundings, JobOrigin::kSettings);
   if (!plan.ok()) return ToGrpc(plan.status());
   const auto checkpoints = CheckpointStore::OpenForReading(runner_->DirectoryOf(request->job()) + "/checkpoints");
-  auto adapter = checkpoints.ReadNewestAdapter();
+  const auto read = [&] { return request->best() ? checkpoints.ReadBestAdapter() : checkpoints.ReadNewestAdapter(); };
+  auto adapter = read();
   // A running job may replace its newest checkpoint while it is read.
-  for (int attempt = 0; attempt < 3 && absl::IsDataLoss(adapter.status()); ++attempt) adapter = checkpoints.ReadNewestAdapter();
+  for (int attempt = 0; attempt < 3 && absl::IsDataLoss(adapter.status()); ++attempt) adapter = read();
   if (!adapter.ok()) return ToGrpc(adapter.status());
+  v1::ExportResponse response;
+  const FileSink sink = [&](const std::string& file, std::string_view piece, bool is_last) {
+    response.set_file(file);
+    response.set_piece(piece.data(), piece.size());
+    response.set_is_last(is_last);
+    return !context->IsCancelled() && writer->Write(response);
+  };
+  if (request->merged()) {
+    return ToGrpc(ExportMerged(plan->spec.adapter(), options_.model, options_.model_path, *adapter, sink));
+  }
   const auto files = ExportFiles(plan->spec.adapter(), options_.surroundings.model, *adapter);
   if (!files.ok()) return ToGrpc(files.status());
   for (const auto& [name, bytes] : *files) {
-    std::size_t begin = 0;
+    std::string_view rest = bytes;
     do {
-      const std::size_t size = std::min(kPieceBytes, bytes.size() - begin);
-      v1::ExportResponse response;
-      response.set_file(name);
-      response.set_piece(bytes.substr(begin, size));
-      begin += size;
-      response.set_is_last(begin == bytes.size());
-      if (!writer->Write(response)) return grpc::Status::CANCELLED;
-    } while (begin < bytes.size());
+      const std::string_view piece = rest.substr(0, kPieceBytes);
+      rest.remove_prefix(piece.size());
+      if (!sink(name, piece, rest.empty())) return grpc::Status::CANCELLED;
+    } while (!rest.empty());
   }
   return grpc::Status::OK;
 }
@@ -280,7 +362,7 @@ grpc::Status JobService::Export(grpc::ServerContext*, const v1::ExportRequest* r
 grpc::Status JobService::GetStatus(grpc::ServerContext*, const v1::TrainerStatusRequest*, v1::TrainerStatus* response) {
   const auto num_queued = store_->CountQueued();
   if (!num_queued.ok()) return ToGrpc(num_queued.status());
-  response->set_model(options_.model);
+  response->set_model(options_.model.config.name);
   response->set_device(options_.device);
   response->set_running_job(runner_->running_job());
   response->set_phase(runner_->phase());

@@ -17,7 +17,8 @@ class JobService final : public v1::JobService::Service {
  public:
   struct Options {
     JobSurroundings surroundings;
-    std::string model;
+    ModelDescription model;
+    std::string model_path;  // as --model says; may be empty
     std::string device;
     PoolMember* member = nullptr;
   };
@@ -34,6 +35,7 @@ class JobService final : public v1::JobService::Service {
   grpc::Status ListJobs(grpc::ServerContext* context, const v1::ListJobsRequest* request,
                         v1::ListJobsResponse* response) override;
   grpc::Status GetJob(grpc::ServerContext* context, const v1::GetJobRequest* request, v1::JobStatus* response) override;
+  grpc::Status Describe(grpc::ServerContext* context, const v1::GetJobRequest* request, v1::JobDescription* response) override;
   grpc::Status Watch(grpc::ServerContext* context, const v1::WatchRequest* request,
                      grpc::ServerWriter<v1::WatchResponse>* writer) override;
   grpc::Status Cancel(grpc::ServerContext* context, const v1::CancelRequest* request, v1::JobStatus* response) override;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 
 #include "common/base/random.h"
 #include "common/model/gguf.h"
+#include "common/model/merged_model.h"
 #include "common/model/model_file.h"
 #include "common/model/model_source.h"
 #include "common/model/weight_codecs.h"
@@ -171,6 +173,30 @@ TEST(GgufSourceTest, HoldsTheModelThatItWasConvertedFrom) {
     EXPECT_EQ(converted.layout.digest, original.layout.digest);
     EXPECT_EQ(converted.region, original.region);
   }
+}
+
+// With an adapter of zeros: the directory holds the GGUF file's weights in Hugging Face's order of rows, and its tokenizer.
+TEST(GgufSourceTest, MergedModelOfAGgufFileIsADirectoryOfTheSameModel) {
+  const TemporaryDirectory directory, gguf_directory, merged;
+  TinyModelOptions options;
+  options.dtype = "BF16";
+  ASSERT_TRUE(WriteTinyModel(directory.path(), options).ok());
+  const LoadedModel original = Load(directory.path());
+  const std::string path = gguf_directory.File("tiny.gguf");
+  ASSERT_TRUE(WriteFileAtomically(path, AsGguf(directory.path(), original.description, {})).ok());
+  const auto source = ModelSource::Open(path);
+  ASSERT_TRUE(source.ok()) << source.status();
+  const AdapterLayout layout = AdapterLayout::Create(original.description.config, 2, {LinearKind::kQProj});
+  const std::vector<std::byte> zeros(layout.total_bytes);
+  const absl::Status status =
+      StreamMergedModel(**source, path, layout, 1, zeros, {}, [&](const std::string& file, std::string_view piece, bool) {
+        std::ofstream(merged.File(file), std::ios::binary | std::ios::app) << piece;
+        return true;
+      });
+  ASSERT_TRUE(status.ok()) << status;
+  const LoadedModel loaded = Load(merged.path());
+  EXPECT_EQ(loaded.region, original.region);
+  EXPECT_EQ(SerializeTokenizerSpec(loaded.description.tokenizer), SerializeTokenizerSpec((*source)->description().tokenizer));
 }
 
 // Matrix n of the model (q, k, v, o, gate, up, down of each layer, embedding, head) is of types[(n + first) % types.size()].

@@ -10,6 +10,7 @@
 
 #include "common/base/hash.h"
 #include "common/base/random.h"
+#include "common/model/hugging_face_files.h"
 #include "tests/common/model/tokenizer_fixture.h"
 
 namespace tandem {
@@ -88,6 +89,20 @@ TEST(SmolLm2TokenizerTest, BytesWithoutATokenVanish) {
     const std::string text(1, static_cast<char>(byte));
     const bool is_lost = std::find(lost.begin(), lost.end(), byte) != lost.end();
     EXPECT_EQ(BytesOf(*SmolLm2Tokenizer(), SmolLm2Tokenizer()->Encode(text, ControlTokens::kParse)), is_lost ? "" : text) << byte;
+  }
+}
+
+// What an export of a GGUF model writes.
+TEST(TokenizerTest, FilesMadeOfASpecGiveItAgain) {
+  std::vector<TokenizerSpec> specs;
+  for (const char* name : {"gpt2", "gpt2_prefix_space", "smollm", "digit_runs", "llama3", "qwen2", "three_splits"})
+    specs.push_back(VariantSpec(name));
+  if (SmolLm2Tokenizer() != nullptr) specs.push_back(SmolLm2Tokenizer()->spec());
+  for (TokenizerSpec& spec : specs) {
+    const auto files = HuggingFaceTokenizerFiles(spec);
+    const auto again = TokenizerSpecFromJson(files.at("tokenizer.json"), files.at("tokenizer_config.json"), "");
+    ASSERT_TRUE(again.ok()) << again.status();
+    EXPECT_EQ(SerializeTokenizerSpec(*again), SerializeTokenizerSpec(spec));
   }
 }
 

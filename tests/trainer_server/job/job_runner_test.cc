@@ -70,7 +70,7 @@ class Trainer {
                                           JobRunner::Options{.directory = directory, .idle_poll = absl::Milliseconds(10)});
     JobService::Options options;
     options.surroundings = {SmallModel(), environment.encoder, content_.get(), environment.node_memory};
-    options.model = "small";
+    options.model.config = SmallModel();
     options.device = "cpu";
     options.member = pool;
     service_ = std::make_unique<JobService>(options, store_.get(), content_.get(), runner_.get());
