@@ -1,0 +1,267 @@
+"""Jobs from Python: what the command `tandem` does, as functions."""
+
+import hashlib
+import inspect
+import os
+import time
+
+import grpc
+from google.protobuf import text_format
+
+from . import contracts
+
+PIECE_BYTES = 1 << 20
+MAX_JOB_FILE_BYTES = 256 << 10
+PATIENCE_SECONDS = 600  # of watch, without a single event
+_ENDED = ("succeeded", "failed", "cancelled")
+
+
+class TandemError(Exception):
+    """`code` is gRPC's name for what went wrong ("INVALID_ARGUMENT"); the text says it in words, a fault a line."""
+
+    def __init__(self, code, text):
+        super().__init__(text)
+        self.code = code
+
+
+class Client:
+    """A trainer_server at `trainer` ("host:port"). Thread-safe."""
+
+    def __init__(self, trainer="127.0.0.1:7070", timeout=30.0):
+        """`timeout`: seconds of one call; streams are not bound by it."""
+        self.trainer = trainer
+        self.timeout = timeout
+        self._channel = grpc.insecure_channel(trainer, options=[("grpc.max_receive_message_length", 4 << 20)])
+
+    def close(self):
+        self._channel.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def submit(self, job, rewards=(), **fields):
+        """Checks, uploads what the job names, queues; the job's id.
+
+        `job`: path of a job file, text of one, or a contracts.JobSpec. `rewards`: further reward functions of weight 1, each a function
+        that stands in a file, or "file.py:function". `fields`: top-level fields put over the job's, as num_steps=5. Warnings go to
+        `warnings` of the returned id. Raises TandemError, FileNotFoundError.
+        """
+        request = contracts.SubmitRequest(job_text=text_format.MessageToString(self._complete(job, rewards, fields)))
+        response = self._call("Submit", request)
+        return JobId(response.job, list(response.warnings))
+
+    def plan(self, job, rewards=(), **fields):
+        """The job as it would run: a contracts.PlanResponse, whose `faults` say why this node does not hold it."""
+        return self._call("Plan", contracts.PlanRequest(job_text=text_format.MessageToString(self._complete(job, rewards, fields))))
+
+    def jobs(self):
+        """All jobs, newest first: a list of contracts.JobStatus."""
+        jobs, token = [], ""
+        while True:
+            page = self._call("ListJobs", contracts.ListJobsRequest(page_token=token))
+            jobs += page.jobs
+            token = page.next_page_token
+            if not token:
+                return jobs
+
+    def job(self, job):
+        return self._call("GetJob", contracts.GetJobRequest(job=str(job)))
+
+    def pause(self, job):
+        return self._call("Pause", contracts.PauseRequest(job=str(job)))
+
+    def resume(self, job):
+        return self._call("Resume", contracts.ResumeRequest(job=str(job)))
+
+    def cancel(self, job):
+        return self._call("Cancel", contracts.CancelRequest(job=str(job)))
+
+    def watch(self, job, from_step=0):
+        """Yields contracts.WatchResponse until the job ends; a trainer that restarts is waited for. Raises TandemError, of code
+        ABORTED when the job failed or was cancelled."""
+        last_event = time.monotonic()
+        while True:
+            ended = None
+            try:
+                for event in self._stream("Watch", contracts.WatchRequest(job=str(job), from_step=from_step), timeout=None):
+                    last_event = time.monotonic()
+                    if event.HasField("step"):
+                        from_step = event.step.step + 1
+                    elif event.HasField("status") and state_of(event.status) in _ENDED:
+                        ended = event.status
+                    yield event
+            except TandemError as error:
+                if error.code != "UNAVAILABLE" or time.monotonic() - last_event > PATIENCE_SECONDS:
+                    raise
+            if ended is not None:
+                if state_of(ended) != "succeeded":
+                    raise TandemError("ABORTED", f"job {job} {state_of(ended)}{': ' if ended.error else ''}{ended.error}")
+                return
+            time.sleep(0.5)
+
+    def wait(self, job):
+        """Until the job has succeeded: its figures by step, {name: [value or None of each step]}. Raises as watch."""
+        steps = [event.step for event in self.watch(job) if event.HasField("step")]
+        names = dict.fromkeys(value.name for step in steps for value in step.values)
+        rows = [{value.name: value.value for value in step.values} for step in steps]
+        return {"step": [step.step for step in steps], **{name: [row.get(name) for row in rows] for name in names}}
+
+    def completions(self, job, **filters):
+        """What the model wrote and what it earned: yields contracts.CompletionRecord. `filters`: fields of CompletionsRequest, as
+        step=12, limit=8."""
+        yield from self._stream("Completions", contracts.CompletionsRequest(job=str(job), **filters))
+
+    def export(self, job, directory, **options):
+        """Writes a PEFT adapter directory, which must be empty or absent; its path. `options`: fields of ExportRequest."""
+        if os.path.exists(directory) and os.listdir(directory):
+            raise TandemError("ALREADY_EXISTS", f"{directory} exists and is not empty")
+        os.makedirs(directory, exist_ok=True)
+        names = set()
+        for piece in self._stream("Export", contracts.ExportRequest(job=str(job), **options), timeout=1800):
+            # A bare name only: the server must not choose where on this machine it writes.
+            if not piece.file or piece.file.startswith(".") or "/" in piece.file or os.sep in piece.file:
+                raise TandemError("INVALID_ARGUMENT", f"the server named a file '{piece.file}', which is not a bare name")
+            with open(os.path.join(directory, piece.file), "ab" if piece.file in names else "wb") as file:
+                file.write(piece.piece)
+            names.add(piece.file)
+        return directory
+
+    def status(self):
+        """contracts.TrainerStatus: what runs, and memory by owner."""
+        return self._call("GetStatus", contracts.TrainerStatusRequest())
+
+    # ---- The job file --------------------------------------------------------------------------------------------------------
+
+    def _complete(self, job, rewards, fields):
+        spec, folder = read_job(job)
+        for name, value in fields.items():
+            if name not in spec.DESCRIPTOR.fields_by_name:
+                raise TandemError("INVALID_ARGUMENT", f"JobSpec has no field '{name}'")
+            spec.MergeFrom(contracts.JobSpec(**{name: value}))
+        for reward in rewards:
+            path, function = source_of(reward)
+            added = spec.rewards.add(weight=1)
+            added.python_function.path, added.python_function.function = path, function
+        self._replace_files(spec, folder)
+        return spec
+
+    def _replace_files(self, spec, folder):
+        """Uploads each file that the job names, and puts its content address in place of the path."""
+        for part, path in ((spec.data, spec.data.path), (spec.evaluation, spec.evaluation.path)):
+            if path:
+                part.content = self.upload(os.path.join(folder, path))
+                part.path = ""
+        if spec.adapter.start_path:
+            start = os.path.join(folder, spec.adapter.start_path)
+            spec.adapter.start_config_content = self.upload(os.path.join(start, "adapter_config.json"))
+            spec.adapter.start_weights_content = self.upload(os.path.join(start, "adapter_model.safetensors"))
+            spec.adapter.start_path = ""
+        for reward in spec.rewards:
+            if reward.python_function.path:
+                python = reward.python_function
+                python.content = self.upload(os.path.join(folder, python.path))
+                python.file_name = python.file_name or os.path.basename(python.path)
+                python.path = ""
+
+    def upload(self, path):
+        """Sends a file that the store lacks, in pieces; its SHA-256."""
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                digest.update(piece)
+        sha256 = digest.hexdigest()
+        if self._call("HasContent", contracts.HasContentRequest(sha256=sha256)).present:
+            return sha256
+        size = os.path.getsize(path)
+
+        def pieces():
+            header = contracts.UploadHeader(sha256=sha256, size_bytes=size, name=os.path.basename(path))
+            yield contracts.UploadRequest(header=header)
+            with open(path, "rb") as file:
+                while piece := file.read(PIECE_BYTES):
+                    yield contracts.UploadRequest(piece=piece)
+
+        where, request, response = contracts.method("JobService", "Upload")
+        call = self._channel.stream_unary(where, request.SerializeToString, response.FromString)
+        self._guard(lambda: call(pieces(), timeout=60 + size / PIECE_BYTES), f"uploading {path}: ")
+        return sha256
+
+    # ---- Calls ---------------------------------------------------------------------------------------------------------------
+
+    def _call(self, name, request):
+        path, request_class, response_class = contracts.method("JobService", name)
+        call = self._channel.unary_unary(path, request_class.SerializeToString, response_class.FromString)
+        return self._guard(lambda: call(request, timeout=self.timeout))
+
+    def _stream(self, name, request, timeout=600):
+        path, request_class, response_class = contracts.method("JobService", name)
+        stream = self._channel.unary_stream(path, request_class.SerializeToString, response_class.FromString)(request, timeout=timeout)
+        try:
+            while True:
+                try:
+                    response = self._guard(lambda: next(stream))
+                except StopIteration:
+                    return
+                yield response
+        finally:
+            stream.cancel()
+
+    def _guard(self, call, context=""):
+        try:
+            return call()
+        except grpc.RpcError as error:
+            where = f"trainer_server at {self.trainer}: " if error.code() == grpc.StatusCode.UNAVAILABLE else ""
+            raise TandemError(error.code().name, f"{context}{where}{error.details()}") from None
+
+
+class JobId(str):
+    """The id of a job, with what the trainer warned of when it was submitted."""
+
+    def __new__(cls, job, warnings):
+        made = super().__new__(cls, job)
+        made.warnings = warnings
+        return made
+
+
+def state_of(status):
+    """A JobStatus's state in one word: "running"."""
+    return contracts.enum_name("JobState", status.state, "JOB_STATE_")
+
+
+def read_job(job):
+    """A JobSpec from a path, a text or a JobSpec, and the folder that its paths are relative to."""
+    if not isinstance(job, (str, os.PathLike)):
+        spec = contracts.JobSpec()
+        spec.CopyFrom(job)
+        return spec, os.getcwd()
+    # A job file has fields; a path has none.
+    is_text = isinstance(job, str) and ("\n" in job or "{" in job or ":" in job and not os.path.exists(job))
+    name, folder, text = ("job", os.getcwd(), job) if is_text else (os.fspath(job), os.path.dirname(os.path.abspath(job)), None)
+    if text is None:
+        size = os.path.getsize(name)
+        if size > MAX_JOB_FILE_BYTES:
+            raise TandemError("INVALID_ARGUMENT", f"job file {name} has {size} bytes; the limit is {MAX_JOB_FILE_BYTES}")
+        with open(name, encoding="utf-8") as file:
+            text = file.read()
+    try:
+        return text_format.Parse(text, contracts.JobSpec()), folder
+    except text_format.ParseError as error:
+        raise TandemError("INVALID_ARGUMENT", f"{name}:{error}") from None
+
+
+def source_of(reward):
+    """File and name of a reward function, given as "file.py:function" or as the function itself."""
+    if isinstance(reward, str):
+        path, colon, function = reward.rpartition(":")
+        if not colon or not path or not function:
+            raise TandemError("INVALID_ARGUMENT", f"rewards: '{reward}'; must be FILE:FUNCTION or a function")
+        return os.path.abspath(path), function
+    function = getattr(reward, "__name__", None)
+    module = inspect.getmodule(reward)
+    if function is None or module is None or getattr(module, function, None) is not reward or not getattr(module, "__file__", None):
+        raise TandemError("INVALID_ARGUMENT",
+                          f"rewards: {reward!r} is no function at the top of a Python file, which alone can travel to the trainer")
+    return os.path.abspath(module.__file__), function

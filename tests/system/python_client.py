@@ -1,0 +1,98 @@
+"""The Python package against a real pair: python_client.py TRAINER FOLDER. `tandem` must be importable. Prints ok, or fails."""
+
+import os
+import sys
+
+import grpc
+
+import tandem
+from tandem import contracts
+from tandem.client import read_job, state_of
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+trainer, folder = sys.argv[1:3]
+client = tandem.Client(trainer, timeout=60)
+
+
+def raises(code, words, call):
+    try:
+        call()
+    except tandem.TandemError as error:
+        assert error.code == code and words in str(error), (error.code, str(error))
+    else:
+        raise AssertionError(f"no {code}")
+
+
+with open(os.path.join(folder, "mine.py"), "w") as file:
+    file.write("def ended(completions, **kwargs):\n    return [float(len(text) < 8) for text in completions]\n"
+               "def broken(completions, **kwargs):\n    return [0.0] * (len(completions) - 1)\n")
+sys.path.insert(0, folder)
+import mine  # noqa: E402
+
+job = os.path.join(folder, "job.textproto")
+submitted = client.submit(job, rewards=[mine.ended], num_steps=3)
+assert submitted.startswith("tiny-"), submitted
+events = list(client.watch(submitted))
+assert [event.step.step for event in events if event.HasField("step")] == [1, 2, 3]
+assert "rewards/ended/mean" in {value.name for event in events for value in event.step.values}
+figures = client.wait(submitted)
+assert figures["step"] == [1, 2, 3] and len(figures["reward"]) == 3
+assert state_of(client.job(submitted)) == "succeeded"
+assert submitted in [status.job for status in client.jobs()]
+records = list(client.completions(submitted, step=2))
+assert len(records) == 32 and all(record.step == 2 for record in records)
+for record in records:
+    assert {reward.name: reward.value for reward in record.rewards} == {"ended": float(len(record.completion) < 8)}, record
+directory = client.export(submitted, os.path.join(folder, "adapter"))
+assert sorted(os.listdir(directory)) == ["adapter_config.json", "adapter_model.safetensors"], os.listdir(directory)
+raises("ALREADY_EXISTS", "is not empty", lambda: client.export(submitted, directory))
+assert client.status().model
+plan = client.plan(job, rewards=[f"{mine.__file__}:ended"])
+assert 'function: "ended"' in plan.job_text and not plan.faults
+
+# The same errors as the command's.
+raises("INVALID_ARGUMENT", "mine.py has no 'absent'; its functions are ended, broken", lambda: client.submit(job, rewards=[f"{mine.__file__}:absent"]))
+raises("INVALID_ARGUMENT", "rewards: 'absent'; must be FILE:FUNCTION", lambda: client.submit(job, rewards=["absent"]))
+raises("INVALID_ARGUMENT", "no function at the top of a Python file", lambda: client.submit(job, rewards=[lambda completions: []]))
+raises("INVALID_ARGUMENT", "has no field 'steps'", lambda: client.submit(job, steps=3))
+raises("INVALID_ARGUMENT", "num_stepz", lambda: client.submit("num_stepz: 3"))
+raises("INVALID_ARGUMENT", "optimizer.learning_rate", lambda: client.submit(job, rewards=[mine.ended], optimizer=contracts.OptimizerConfig(learning_rate=-1)))
+raises("NOT_FOUND", "absent-1", lambda: client.job("absent-1"))
+raises("UNAVAILABLE", "trainer_server at 127.0.0.1:1: ", lambda: tandem.Client("127.0.0.1:1", timeout=5).jobs())
+failed = client.submit(job, rewards=[mine.broken], num_steps=2)
+raises("ABORTED", "reward function 'broken': mine.py:broken: returned 7 values for 8 completions", lambda: client.wait(failed))
+assert "data set row" in client.job(failed).error, client.job(failed).error
+
+
+# Reward functions served from here.
+async def judged(prompts, completions, answer, **kwargs):
+    return [None if text == "skip" else float(number) for text, number in zip(completions, answer)]
+
+
+def wrong(completions, **kwargs):
+    return [float("nan")] * len(completions)
+
+
+def score(server, function, texts, row='{"prompt": "say", "answer": 4}'):
+    path, request, response = contracts.method("RewardService", "Score")
+    requests = [contracts.ScoreRequest(header=contracts.ScoreHeader(function=function, num_completions=len(texts), row_json=row))]
+    requests += [contracts.ScoreRequest(completion=contracts.CompletionPiece(index=i, text=text, is_last=True)) for i, text in enumerate(texts)]
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(path, request.SerializeToString, response.FromString)
+        return [None if score.not_applicable else score.reward for score in call(iter(requests), timeout=10)]
+
+
+with tandem.RewardServer([judged, wrong], "127.0.0.1:0") as server:
+    assert score(server, "judged", ["a", "skip"]) == [4.0, None]
+    for function, words in (("absent", "no function 'absent' here; there are judged, wrong"), ("wrong", "completion 0: returned nan")):
+        try:
+            score(server, function, ["a"])
+        except grpc.RpcError as error:
+            assert words in error.details(), error.details()
+        else:
+            raise AssertionError(function)
+
+# A job as text and as a message.
+spec, _ = read_job(job)
+assert spec.name == "tiny" and read_job("name: 'x' seed: 3")[0].seed == 3
+print("ok")
