@@ -48,6 +48,8 @@ struct ExportOptions {
 };
 absl::Status Export(const Connection& connection, const Words& words, const ExportOptions& options);
 absl::Status ShowStatus(const Connection& connection, const Words& words);
+// Prints a GRPOConfig of TRL as a job file, what was not kept as comments. Talks to no daemon.
+absl::Status ImportTrl(const Connection& connection, const Words& words);
 
 struct GenerateOptions {
   std::string job;                 // whose adapter; empty: the base model

@@ -62,6 +62,7 @@ constexpr char kUsage[] = R"(trains language models with GRPO, from any machine.
   tandem export JOB DIRECTORY [--merged]         a PEFT adapter directory, or the whole model
   tandem generate PROMPT [--job=JOB]             ask the model
   tandem status                                  both daemons, memory by owner
+  tandem import-trl CONFIG                       a GRPOConfig (JSON, YAML) as a job file, with what was not kept
 
 Addresses: --trainer, --rollout. For scripts: --json.)";
 
@@ -138,6 +139,8 @@ int main(int argc, char** argv) {
     status = tandem::Export(connection, words, {absl::GetFlag(FLAGS_merged), absl::GetFlag(FLAGS_best)});
   else if (command == "status")
     status = tandem::ShowStatus(connection, words);
+  else if (command == "import-trl")
+    status = tandem::ImportTrl(connection, words);
   else if (command == "generate") {
     tandem::GenerateOptions options;
     options.job = absl::GetFlag(FLAGS_job);

@@ -104,6 +104,8 @@ const std::map<std::string, const char*>& Reasons() {
       {"load_in_8bit", "--weights=fp8 of the daemons holds the base model in 8 bits"},
       {"bnb_4bit_quant_type", "--weights=nf4 of the daemons"},
       {"use_bnb_nested_quant", "--weights=nf4 of the daemons"},
+      {"activation_checkpointing", "layers are computed again in the backward pass where memory asks for it"},
+      {"activation_checkpointing_kwargs", "layers are computed again in the backward pass where memory asks for it"},
       {"gradient_checkpointing", "layers are computed again in the backward pass where memory asks for it"},
       {"gradient_checkpointing_kwargs", "layers are computed again in the backward pass where memory asks for it"},
       {"auto_find_batch_size", kMemory},
@@ -345,8 +347,7 @@ class Import {
       Leave("num_train_epochs", "num_steps is the number of rows x epochs / rollout.prompts_per_step: write it");
     }
     Find("num_train_epochs");
-    const Json* const seed = Find("seed");
-    job->set_seed(seed != nullptr && seed->is_number_unsigned() ? seed->get<std::uint64_t>() : 42);
+    job->set_seed(Count("seed").value_or(42));
   }
 
   void ReadSampling(v1::RolloutConfig* rollout) {
@@ -369,7 +370,7 @@ class Import {
         }
       } else if (name == "stop_token_ids" && value.is_array()) {
         for (const Json& id : value) {
-          if (id.is_number_unsigned()) sampling->add_stop_token_ids(id.get<std::uint32_t>());
+          if (id.is_number_integer()) sampling->add_stop_token_ids(id.get<std::uint32_t>());
         }
       } else {
         imported_.not_kept.push_back({"generation_kwargs." + name, value.dump(), "the sampler has no such setting"});
