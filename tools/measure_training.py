@@ -39,7 +39,8 @@ optimizer {{ learning_rate: 1e-5 }}
 
 
 def card_mib():
-    answer = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True)
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    answer = subprocess.run(["nvidia-smi", "-i", gpu, "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True)
     return int(answer.stdout.splitlines()[0])
 
 
@@ -74,6 +75,8 @@ def start(args, directory, more):
             if args.live_sequences:
                 pair.flags.append(f"--max_sequences={args.live_sequences}")
             pair.flags += args.rollout_flags.split()
+        else:
+            pair.flags += args.trainer_flags.split()
         pair.begin = pair.start(name)
     for name in ("rollout_server", "trainer_server"):
         pair.wait(name, pair.begin, args.start_limit)
@@ -105,6 +108,7 @@ def main():
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--score_prompts", action="store_const", const="true", default="false", help="every position goes through the head")
     parser.add_argument("--rollout_flags", default="", help="of the rollout server alone, as --rollout_flags='--max_adapter_rank=16'")
+    parser.add_argument("--trainer_flags", default="", help="of the trainer alone, as --trainer_flags='--host_bytes=64GiB'")
     parser.add_argument("--pool_bytes", help="instead of what the plan asks for")
     parser.add_argument("--start_limit", type=float, default=300, help="seconds that a daemon may take to serve")
     args = parser.parse_args()
@@ -144,7 +148,7 @@ def main():
             pair.end()
         print(json.dumps({
             "shape": args.shape, "weights": args.weights, "kv_cache_dtype": args.kv_cache_dtype, "flags": asked,
-            "rollout_flags": args.rollout_flags, "completions": args.prompts * args.group_size, "tokens": args.tokens, "prompt": args.prompt,
+            "rollout_flags": args.rollout_flags, "trainer_flags": args.trainer_flags, "completions": args.prompts * args.group_size, "tokens": args.tokens, "prompt": args.prompt,
             "peak_mib": peak_mib - before, "before_mib": before, "seconds": round(seconds, 2),
             "largest_context_tokens": memory["largest_context_tokens"],
             "planned_mib": {owner["owner"]: [int(owner["generation_bytes"]) >> 20, int(owner["training_bytes"]) >> 20]

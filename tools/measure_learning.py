@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""Does a real model learn something harder than the quickstart's sums? Sums and differences of numbers up to 20, 50 and 99.
+
+Starts a pair, trains, and prints as JSON: reward of each step, the held-out rewards, what the trainer's elastic memory peaked at
+after step 3 and after the last one, and the time by stage. Several may run side by side: each has its own pool.
+
+    tools/measure_learning.py --bin build/bin --model SmolLM2-135M-Instruct.Q4_1.gguf --weights=nf4 --seed=1 --steps=200
+"""
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+from measure_restart import Pair, free_ports
+
+JOB = """name: "sums-and-differences"
+seed: {seed}
+num_steps: {steps}
+data {{ path: "train.jsonl" system_prompt: "You are a calculator." apply_chat_template: true }}
+rollout {{ prompts_per_step: {prompts} group_size: {group_size} sampling {{ temperature: 1 max_tokens: 24 }} }}
+rewards {{ name: "correct" weight: 0.8 numeric_answer {{ answer_field: "answer" must_end: true }} }}
+rewards {{ name: "ended" weight: 0.2 ended_by_itself {{}} }}
+loss {{ preset: LOSS_PRESET_DAPO }}
+adapter {{ rank: 16 alpha: 32 }}
+optimizer {{ learning_rate: {learning_rate} warmup_steps: 5 max_grad_norm: 1 }}
+checkpoint {{ interval_steps: 100 }}
+evaluation {{ path: "held_out.jsonl" interval_steps: 50 }}
+{more}
+"""
+NUM_HELD_OUT, NUM_TRAINED = 256, 8192
+
+
+def write_data(directory):
+    """The same rows for every seed of the job; no held-out row is trained on."""
+    draw = random.Random(0)
+
+    def row(bound):
+        a, b, is_sum = draw.randint(1, bound), draw.randint(1, bound), draw.random() < 0.5
+        return {"prompt": f"{a} {'+' if is_sum else '-'} {b} = ?", "answer": a + b if is_sum else a - b}
+
+    rows = {}
+    while len(rows) < NUM_HELD_OUT + NUM_TRAINED:
+        made = row(draw.choice((20, 50, 99)))
+        rows[made["prompt"]] = made
+    rows = list(rows.values())
+    for name, part in (("held_out", rows[:NUM_HELD_OUT]), ("train", rows[NUM_HELD_OUT:])):
+        with open(os.path.join(directory, name + ".jsonl"), "w") as out:
+            out.writelines(json.dumps(each) + "\n" for each in part)
+
+
+def trainer_peak_mib(metrics_port, job):
+    """Of the job's passes in the elastic region since it began, by the ledger; None when the job is over."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=10) as answer:
+        for line in answer.read().decode().splitlines():
+            if line.startswith("tandem_plan_peak_bytes{") and f'job="{job}"' in line and 'owner="activations"' in line:
+                return float(line.rsplit(" ", 1)[1]) / 2**20
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bin", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--weights", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--pool_bytes", default="6GiB")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=16, help="a step")
+    parser.add_argument("--group_size", type=int, default=16)
+    parser.add_argument("--learning_rate", type=float, default=2e-4)
+    parser.add_argument("--more", default="", help="job text that comes last, as 'loss { preset: LOSS_PRESET_DR_GRPO }'")
+    args = parser.parse_args()
+
+    with tempfile.TemporaryDirectory(prefix="tandem-learning-") as directory:
+        write_data(directory)
+        job = os.path.join(directory, "job.textproto")
+        with open(job, "w") as out:
+            out.write(JOB.format(**vars(args)))
+        (metrics_port,) = free_ports(1)
+        common = [f"--model={args.model}", f"--weights={args.weights}", f"--device={args.device}", f"--pool_bytes={args.pool_bytes}"]
+        pair = Pair(args.bin, directory, common)
+        addresses = [f"--trainer=127.0.0.1:{pair.ports['trainer_server']}", f"--rollout=127.0.0.1:{pair.ports['rollout_server']}"]
+        tandem = os.path.join(args.bin, "tandem")
+        try:
+            begins = {"rollout_server": pair.start("rollout_server")}
+            pair.flags = common + [f"--metrics=127.0.0.1:{metrics_port}"]
+            begins["trainer_server"] = pair.start("trainer_server")
+            for name, begin in begins.items():
+                pair.wait(name, begin, 120)
+            begin = time.monotonic()
+            submitted = subprocess.run([tandem, "submit", job, "--json", *addresses], capture_output=True, text=True)
+            if submitted.returncode != 0:
+                sys.exit(submitted.stderr or submitted.stdout)
+            name = json.loads(submitted.stdout.splitlines()[0])["job"]
+            peaks = []
+            watch = subprocess.Popen([tandem, "watch", name, "--json", *addresses], stdout=subprocess.PIPE, text=True)
+            for line in watch.stdout:
+                event = json.loads(line)
+                if isinstance(event.get("step"), dict) and int(event["step"]["step"]) >= 3:
+                    peaks.append(trainer_peak_mib(metrics_port, name))
+            if watch.wait() != 0:
+                sys.exit(pair.log("trainer_server")[-2000:])
+            seconds = time.monotonic() - begin
+            peaks = [peak for peak in peaks if peak is not None]
+            with open(os.path.join(directory, "trainer_server", "jobs", name, "history.jsonl")) as history:
+                lines = [json.loads(line) for line in history]
+        finally:
+            pair.end()
+        steps = [line for line in lines if line["kind"] == "step"]
+        times = {stage: round(sum(step["times"].get(stage, 0) for step in steps), 2) for stage in steps[-1]["times"]}
+        print(json.dumps({
+            "weights": args.weights, "seed": args.seed, "seconds": round(seconds, 1), "peak_mib_after_step_3_and_at_last": [peaks[0], peaks[-1]],
+            "held_out": [[line["step"], round(line["reward"], 4), round(line["rewards/correct/mean"], 4)]
+                         for line in lines if line["kind"] == "evaluation"],
+            "reward": [round(step["reward"], 4) for step in steps],
+            "sampling_logp_difference": round(sum(s["sampling/sampling_logp_difference/mean"] for s in steps) / len(steps), 5),
+            "times": times}))
+
+
+main()
