@@ -90,7 +90,7 @@ std::string PlotScript(const std::vector<Panel>& panels, const std::string& png,
                     columns == 1 ? 500 : 380 * rows, "\nset output ", Quoted(png), "\nset multiplot layout ", rows, ",", columns,
                     "\n");
   }
-  absl::StrAppend(&script, "set xlabel 'step'\nset grid\nset key outside right\n");
+  absl::StrAppend(&script, "set xlabel 'step'\nset grid\nset key below\n");
   for (const Panel& panel : panels) {
     std::string plots;
     for (std::size_t i = 0; i < panel.curves.size(); ++i) {

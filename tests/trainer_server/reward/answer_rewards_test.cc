@@ -44,6 +44,20 @@ TEST(Gsm8kTest, RowsGiveTheNumberBehindTheMarker) {
   EXPECT_EQ(num_rows, 20);
 }
 
+// The ends of all answers of the test set, and the numbers that Python finds behind the marker.
+TEST(Gsm8kTest, EveryAnswerOfTheTestSetIsExtracted) {
+  std::ifstream file(TANDEM_GOLDEN_DIR "/gsm8k/test_answers.jsonl");
+  const auto function = Make("numeric_answer { answer_field: 'answer' answer_marker: '####' }");
+  int num_rows = 0;
+  for (std::string line; std::getline(file, line); ++num_rows) {
+    const Json row = Json::parse(line);
+    const std::int64_t number = row["number"];
+    EXPECT_EQ(Score(*function, absl::StrCat("so it is ", number), row), 1) << line;
+    EXPECT_EQ(Score(*function, absl::StrCat("so it is ", number + 1), row), 0) << line;
+  }
+  EXPECT_EQ(num_rows, 1319);
+}
+
 TEST(Gsm8kTest, RowsWithoutMarkerOrNumberAreErrors) {
   const auto function = Make("numeric_answer { answer_field: 'answer' answer_marker: '####' }");
   EXPECT_THAT(std::string(ScoreRow(*function, {{"answer", "so 72"}}, "72").status().message()),
