@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""The package's command-line tools, with stand-ins in place of the libraries that are optional."""
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import sys
+import tempfile
+import types
+import unittest
+
+TOOLS = sys.argv.pop(1)
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, os.path.join(TOOLS, name + ".py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def library(**modules):
+    """Modules that `import` finds (None: that it does not)."""
+    saved = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in saved.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def run(main, arguments):
+    """What it printed, or what it said when it gave up."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            main(arguments)
+        except SystemExit as ended:
+            return str(ended.code)
+    return out.getvalue()
+
+
+def fake_pyarrow(rows):
+    class Batch:
+        def __init__(self, part):
+            self.part = part
+
+        def to_pylist(self):
+            return self.part
+
+    class ParquetFile:
+        def __init__(self, path):
+            if not os.path.exists(path):
+                raise OSError("no such file")
+            self.schema_arrow = types.SimpleNamespace(names=list(rows[0]))
+
+        def iter_batches(self, batch_size, columns):
+            for row in rows:
+                yield Batch([{name: row[name] for name in columns or row}])
+
+    parquet = types.ModuleType("pyarrow.parquet")
+    parquet.ParquetFile = ParquetFile
+    pyarrow = types.ModuleType("pyarrow")
+    pyarrow.parquet, pyarrow.ArrowInvalid = parquet, ValueError
+    return {"pyarrow": pyarrow, "pyarrow.parquet": parquet}
+
+
+class ConvertTest(unittest.TestCase):
+    def test_rows_become_json_lines_of_the_split(self):
+        convert = load("convert")
+        rows = [{"q": "ä", "n": float("nan"), "b": b"x", "l": [1, {"k": None}]}]
+        with tempfile.TemporaryDirectory() as folder, library(**fake_pyarrow(rows)):
+            for path in ("data/train-00001-of-00002.parquet", "data/train-00000-of-00002.parquet", "test/0.parquet", "data/notes.txt"):
+                os.makedirs(os.path.dirname(os.path.join(folder, path)), exist_ok=True)
+                open(os.path.join(folder, path), "w").close()
+            lines = run(convert.main, [folder]).splitlines()
+            self.assertEqual(len(lines), 2)
+            self.assertEqual(json.loads(lines[0]), {"q": "ä", "n": None, "b": "eA==", "l": [1, {"k": None}]})
+            self.assertEqual(len(run(convert.main, [folder, "--split=test"]).splitlines()), 1)
+            self.assertEqual(json.loads(run(convert.main, [folder, "--split=test", "--columns=q"])), {"q": "ä"})
+            self.assertIn("no Parquet file of the split 'dev'", run(convert.main, [folder, "--split=dev"]))
+            self.assertIn("no column 'z'; it has: q, n, b, l", run(convert.main, [folder, "--columns=q,z"]))
+            self.assertIn("cannot read /nowhere.parquet", run(convert.main, ["/nowhere.parquet"]))
+
+    def test_missing_library_is_named(self):
+        with library(pyarrow=None):
+            self.assertIn("pip install pyarrow", run(load("convert").main, ["x.parquet"]))
+
+
+class ReasoningGymTest(unittest.TestCase):
+    def fake(self):
+        gym = types.ModuleType("reasoning_gym")
+        factory = types.ModuleType("reasoning_gym.factory")
+        factory.DATASETS = {"legs": None, "chains": None}
+
+        def create_dataset(name, size, seed, **options):
+            if options:
+                raise TypeError("no such option")
+            return [{"question": f"{name} {seed} {i}?", "answer": str(i), "metadata": {"i": i}} for i in range(size)]
+
+        gym.create_dataset = create_dataset
+        gym.get_score_answer_fn = lambda name: lambda answer, entry: 1.0 if answer == entry["answer"] else 0.01
+        return {"reasoning_gym": gym, "reasoning_gym.factory": factory}
+
+    def test_rows_and_reward_of_a_task(self):
+        tool = load("reasoning_gym")
+        with tempfile.TemporaryDirectory() as folder, library(**self.fake()):
+            reward_file = os.path.join(folder, "reward.py")
+            rows = [json.loads(line) for line in run(tool.main, ["legs", "--rows=3", "--seed=5", "--reward=" + reward_file]).splitlines()]
+            self.assertEqual([row["prompt"] for row in rows], ["legs 5 0?", "legs 5 1?", "legs 5 2?"])
+            scope = {}
+            with open(reward_file) as file:
+                exec(file.read(), scope)  # noqa: S102
+            entries = [row["entry"] for row in rows]
+            completions = ["<answer>7</answer> no: <answer> 0\n</answer>", "thus\n1\n\n", [{"role": "assistant", "content": ""}]]
+            self.assertEqual(scope["score"](prompts=None, completions=completions, entry=entries), [1.0, 1.0, 0.01])
+            self.assertEqual(run(tool.main, ["list"]), "chains\nlegs\n")
+
+    def test_faults_are_named(self):
+        tool = load("reasoning_gym")
+        with library(**self.fake()):
+            self.assertIn("no task 'leg'; there are: chains, legs", run(tool.main, ["leg"]))
+            self.assertIn("--rows: 0; must be at least 1", run(tool.main, ["legs", "--rows=0"]))
+            self.assertIn("no such option", run(tool.main, ["legs", '--options={"a": 1}']))
+            self.assertIn("must be a JSON object", run(tool.main, ["legs", "--options=[]"]))
+        with library(reasoning_gym=None):
+            self.assertIn("pip install reasoning-gym", run(tool.main, ["legs"]))
+
+
+class WandbTest(unittest.TestCase):
+    def test_history_is_logged_by_step(self):
+        logged, config = [], {}
+        run_of = types.SimpleNamespace(
+            log=lambda values, step: logged.append((step, values)), config=config, finish=lambda: logged.append("finished"))
+        wandb = types.ModuleType("wandb")
+        wandb.init = lambda project, name: run_of
+        tool = load("log_to_wandb")
+        lines = ['{"kind":"data","step":0,"rows":4}', '{"kind":"evaluation","step":0,"reward":0.5}', '{"kind":"step","step":1,"kl":0.1}']
+        with library(wandb=wandb):
+            tool.main(["--project=p"], lines)
+            with self.assertRaisesRegex(SystemExit, "line 1 is no line of `tandem history`"):
+                tool.main(["--project=p"], ["[]"])
+        self.assertEqual(config, {"data/rows": 4})
+        self.assertEqual(logged[:3], [(0, {"evaluation/reward": 0.5}), (1, {"kl": 0.1}), "finished"])
+        with library(wandb=None), self.assertRaisesRegex(SystemExit, "pip install wandb"):
+            tool.main(["--project=p"], [])
+
+
+unittest.main()
