@@ -250,6 +250,16 @@ TEST_F(RewardsTest, FailuresFailTheJobOrCountAsNoneAsItsPolicySays) {
   EXPECT_THAT(log, HasSubstr("because=data set row 3: reward function 'brief': mine.py:brief: raised ValueError: no 3"));
 }
 
+TEST_F(RewardsTest, ThePlanShowsALimitThatWasNotGiven) {
+  WriteFile("mine.py", kHonest);
+  const auto plan = pair_->Client(absl::StrCat("plan ", WriteJob(1), " --rewards=", directory_, "/mine.py:brief"));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  for (const char* words :
+       {"time_limit_seconds: 30", "memory_limit_mib: 2048", "max_attempts: 3", "REWARD_FAILURE_POLICY_FAIL_JOB"}) {
+    EXPECT_THAT(*plan, HasSubstr(words));
+  }
+}
+
 TEST_F(RewardsTest, AFileThatCannotBeUsedIsRefusedAtSubmit) {
   WriteFile("mine.py", "import absent\n");
   const auto refused = Submit(WriteJob(1), absl::StrCat("--rewards=", directory_, "/mine.py:brief,length"));

@@ -15,6 +15,7 @@
 #include "trainer_server/job/evaluation.h"
 #include "trainer_server/job/recipe.h"
 #include "trainer_server/loss/loss_config.h"
+#include "trainer_server/prompt/conversation.h"
 #include "trainer_server/prompt/prompt_source.h"
 #include "trainer_server/reward/python_worker.h"
 
@@ -24,6 +25,7 @@ namespace {
 using Lines = std::vector<std::string>;
 
 constexpr std::size_t kMaxRowFaults = 20;
+constexpr std::uint32_t kMaxMicroBatchTokens = 1 << 24;
 
 class TextFaults final : public google::protobuf::io::ErrorCollector {
  public:
@@ -224,6 +226,7 @@ void CheckOptimizer(const v1::JobSpec& spec, v1::OptimizerConfig* optimizer, Lin
 }
 
 void CheckRewards(const JobSurroundings& surroundings, JobOrigin origin, v1::JobSpec* spec, Lines* faults, JobPlan* plan) {
+  for (v1::RewardConfig& reward : *spec->mutable_rewards()) FillRewardDefaults(&reward);
   absl::StatusOr<RewardSet> rewards = RewardSet::Create(
       spec->rewards(),
       {.sandbox = surroundings.sandbox,
@@ -287,21 +290,32 @@ std::vector<bool> RowsToEncode(const RowView& view) {
   return is_encoded;
 }
 
-void Take(std::uint64_t num_tokens, std::optional<PromptLengths>* lengths) {
-  if (!lengths->has_value()) *lengths = PromptLengths{num_tokens, num_tokens};
+// Tokens at most behind the first turn; 0 where there is but one.
+absl::StatusOr<std::uint64_t> FurtherTokens(const JobSurroundings& surroundings, const v1::DataConfig& config,
+                                            const EncodedPrompt& prompt, std::uint64_t max_tokens) {
+  if (prompt.messages.empty()) return std::uint64_t{0};
+  const Conversation conversation(surroundings.encoder.get(), config.template_arguments(), prompt.messages);
+  TANDEM_ASSIGN_OR_RETURN(const std::uint64_t tokens, MostConversationTokens(conversation, max_tokens));
+  return tokens - max_tokens;
+}
+
+void Take(std::uint64_t num_tokens, std::uint64_t further_tokens, std::optional<PromptLengths>* lengths) {
+  if (!lengths->has_value()) *lengths = PromptLengths{num_tokens, num_tokens, 0};
+  (*lengths)->most_further = std::max((*lengths)->most_further, further_tokens);
   (*lengths)->shortest = std::min((*lengths)->shortest, num_tokens);
   (*lengths)->longest = std::max((*lengths)->longest, num_tokens);
 }
 
 absl::Status MeasurePrompts(const JobSurroundings& surroundings, const v1::DataConfig& config, const RowView& view,
-                            std::optional<PromptLengths>* lengths) {
+                            std::uint64_t max_tokens, std::optional<PromptLengths>* lengths) {
   const std::vector<bool> is_encoded = RowsToEncode(view);
   for (std::size_t i = 0; i < view.size(); ++i) {
     if (!is_encoded[i]) continue;
     TANDEM_ASSIGN_OR_RETURN(const nlohmann::json row, view.data.ReadRow(view[i]));
     TANDEM_ASSIGN_OR_RETURN(const EncodedPrompt prompt,
                             EncodePrompt(*surroundings.encoder, config, row, view.data.line_of(view[i])));
-    Take(prompt.token_ids.size(), lengths);
+    TANDEM_ASSIGN_OR_RETURN(const std::uint64_t further, FurtherTokens(surroundings, config, prompt, max_tokens));
+    Take(prompt.token_ids.size(), further, lengths);
   }
   return absl::OkStatus();
 }
@@ -335,12 +349,18 @@ void CheckRows(const JobSurroundings& surroundings, const JobPlan& plan, const R
     const auto prompt = EncodePrompt(*surroundings.encoder, plan.spec.data(), *row, line);
     if (!prompt.ok()) {
       fault(std::string(prompt.status().message()));
-    } else if (prompt->token_ids.size() > max_prompt_tokens) {
-      fault(absl::StrCat("data set line ", line, ": the prompt has ", prompt->token_ids.size(), " tokens; the limit is ",
-                         max_prompt_tokens, ": the model's ", surroundings.model.max_positions, " positions less max_tokens ",
-                         max_completion_tokens, ". data.max_prompt_tokens leaves such rows out"));
+      continue;
+    }
+    const auto further = FurtherTokens(surroundings, plan.spec.data(), *prompt, max_completion_tokens);
+    if (!further.ok()) {
+      fault(absl::StrCat("data set line ", line, ": ", further.status().message()));
+    } else if (prompt->token_ids.size() + *further > max_prompt_tokens) {
+      fault(absl::StrCat("data set line ", line, ": the prompt", *further > 0 ? " and its further turns have " : " has ",
+                         prompt->token_ids.size() + *further, " tokens; the limit is ", max_prompt_tokens, ": the model's ",
+                         surroundings.model.max_positions, " positions less max_tokens ", max_completion_tokens,
+                         ". data.max_prompt_tokens leaves such rows out"));
     } else {
-      Take(prompt->token_ids.size(), lengths);
+      Take(prompt->token_ids.size(), *further, lengths);
     }
   }
   if (num_faults == kMaxRowFaults) faults->push_back(absl::StrCat(field, ": further rows were not checked"));
@@ -510,6 +530,7 @@ absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundin
   // A stored job is resolved: a later version's recipe is not its.
   std::set<std::string> by_recipe;
   if (origin == JobOrigin::kSubmitted) by_recipe = ApplyRecipe(&spec, &plan.warnings, &faults);
+  if (!faults.empty()) return Faulty(faults);  // all that the recipe would have filled is missing
   const FieldCheck check("", &faults);
   check.Expect(IsJobName(spec.name()), "name", absl::StrCat("'", spec.name().substr(0, 80), "'"), "[a-z0-9_-]{1,64}");
   check.Range("num_steps", spec.num_steps(), 1, 1000000);
@@ -530,7 +551,7 @@ absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundin
   CheckAdapter(surroundings, spec.mutable_adapter(), &faults, &plan);
   CheckOptimizer(spec, spec.mutable_optimizer(), &faults, &plan);
   const FieldCheck batch("batch.", &faults);
-  batch.Range("micro_batch_tokens", spec.batch().micro_batch_tokens(), 0, 1 << 24);
+  batch.Range("micro_batch_tokens", spec.batch().micro_batch_tokens(), 0, kMaxMicroBatchTokens);
   if (spec.batch().micro_batch_tokens() > 0) {
     batch.Expect(spec.batch().micro_batch_tokens() > spec.rollout().sampling().max_tokens(), "micro_batch_tokens",
                  spec.batch().micro_batch_tokens(),
@@ -569,14 +590,15 @@ absl::StatusOr<std::string> JobText(const JobPlan& plan) {
 absl::Status MeasureMemory(const JobSurroundings& surroundings, const NodeMemory& node, JobPlan* plan) {
   const v1::JobSpec& spec = plan->spec;
   if (!plan->prompts.has_value()) {
-    TANDEM_RETURN_IF_ERROR(MeasurePrompts(surroundings, spec.data(), {*plan->data, plan->rows.trained}, &plan->prompts));
+    TANDEM_RETURN_IF_ERROR(MeasurePrompts(surroundings, spec.data(), {*plan->data, plan->rows.trained},
+                                          spec.rollout().sampling().max_tokens(), &plan->prompts));
   }
   if (plan->evaluation != nullptr && !plan->evaluation_prompts.has_value()) {
     if (spec.evaluation().content() == spec.data().content()) {
       plan->evaluation_prompts = plan->prompts;
     } else {
-      TANDEM_RETURN_IF_ERROR(
-          MeasurePrompts(surroundings, spec.data(), {*plan->evaluation, plan->evaluation_rows}, &plan->evaluation_prompts));
+      TANDEM_RETURN_IF_ERROR(MeasurePrompts(surroundings, spec.data(), {*plan->evaluation, plan->evaluation_rows},
+                                            EvaluationSampling(spec).max_tokens(), &plan->evaluation_prompts));
     }
   }
   const bool is_kl_in_reward = plan->advantage.kl_in_reward != 0, needs_entropies = plan->loss.top_entropy_quantile < 1;
@@ -595,7 +617,8 @@ absl::Status MeasureMemory(const JobSurroundings& surroundings, const NodeMemory
   const std::uint64_t max_tokens = spec.rollout().sampling().max_tokens(), own = EvaluationSampling(spec).max_tokens();
   needs.longest_evaluation_prompt_tokens =
       plan->evaluation_prompts.has_value() ? plan->evaluation_prompts->longest + (own - std::min(own, max_tokens)) : 0;
-  needs.max_completion_tokens = spec.rollout().sampling().max_tokens();
+  const std::uint64_t evaluation_further = plan->evaluation_prompts.has_value() ? plan->evaluation_prompts->most_further : 0;
+  needs.max_completion_tokens = max_tokens + std::max(plan->prompts->most_further, evaluation_further);
   needs.micro_batch_tokens = spec.batch().micro_batch_tokens();
   needs.logit_chunk = spec.batch().logit_chunk();
   needs.updates_per_rollout = updates;
@@ -605,6 +628,18 @@ absl::Status MeasureMemory(const JobSurroundings& surroundings, const NodeMemory
   needs.scoring_passes = (plan->loss.beta != 0 || is_kl_in_reward ? 1 : 0) + policy_passes;
   plan->memory = PlanMemory(surroundings.model, needs, node);
   return absl::OkStatus();
+}
+
+void KeepGroupsWhole(const JobSurroundings& surroundings, const NodeMemory& node, JobPlan* plan) {
+  if (plan->spec.batch().micro_batch_tokens() > 0) return;
+  JobMemory needs = plan->needs;
+  needs.micro_batch_tokens = RowsOfWholeGroup(needs);
+  if (needs.micro_batch_tokens == 0 || needs.micro_batch_tokens > kMaxMicroBatchTokens) return;
+  PlannedMemory memory = PlanMemory(surroundings.model, needs, node);
+  if (!memory.faults.empty()) return;
+  plan->spec.mutable_batch()->set_micro_batch_tokens(static_cast<std::uint32_t>(needs.micro_batch_tokens));
+  plan->needs = needs;
+  plan->memory = std::move(memory);
 }
 
 absl::Status CheckMemory(const PlannedMemory& memory) {

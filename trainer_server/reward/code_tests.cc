@@ -9,7 +9,7 @@
 namespace tandem {
 namespace {
 
-constexpr std::uint32_t kDefaultMemoryMib = 512, kLeastMemoryMib = 64, kMostMemoryMib = 65536;
+constexpr std::uint32_t kLeastMemoryMib = 64, kMostMemoryMib = 65536;
 constexpr std::size_t kMaxTests = 64;
 constexpr std::size_t kMaxOutputBytes = 1 << 20;
 constexpr int kMaxProcesses = 32, kMaxFiles = 64;
@@ -170,15 +170,13 @@ class CodeTests final : public RewardFunction {
 std::unique_ptr<RewardFunction> MakeCodeTests(const v1::CodeTests& config, FailurePolicy policy,
                                               const RewardSurroundings& surroundings, RewardFaults* faults) {
   const std::size_t faults_before = faults->lines().size();
-  if (!config.language().empty() && config.language() != "python") {
-    faults->Add("language", absl::StrCat("'", config.language(), "', must be python"));
-  }
+  if (config.language() != "python") { faults->Add("language", absl::StrCat("'", config.language(), "', must be python")); }
   if (config.tests_field().empty()) faults->Add("tests_field", "empty, must name a field of the data set's rows");
-  const std::uint32_t memory_mib = config.memory_limit_mib() == 0 ? kDefaultMemoryMib : config.memory_limit_mib();
+  const std::uint32_t memory_mib = config.memory_limit_mib();
   if (memory_mib < kLeastMemoryMib || memory_mib > kMostMemoryMib) {
     faults->Add("memory_limit_mib", absl::StrCat(memory_mib, ", must be ", kLeastMemoryMib, " to ", kMostMemoryMib));
   }
-  const absl::Duration time_limit = CheckTimeLimit(config.time_limit_seconds(), 10, 600, faults);
+  const absl::Duration time_limit = CheckTimeLimit(config.time_limit_seconds(), 600, faults);
   if (faults->lines().size() != faults_before) return nullptr;
   return std::make_unique<CodeTests>(config, time_limit, std::uint64_t{memory_mib} << 20, std::move(policy),
                                      surroundings.sandbox);

@@ -26,14 +26,14 @@ class FailurePolicy {
   const bool counts_as_none_;
 };
 
-// Each takes its message and adds its faults; null when there are any.
+// Each takes its message, defaults filled in, and adds its faults; null when there are any.
 std::unique_ptr<RewardFunction> MakePythonReward(const v1::PythonFunction& config, FailurePolicy policy,
                                                  const RewardSurroundings& surroundings, RewardFaults* faults);
 std::unique_ptr<RewardFunction> MakeRemoteReward(const v1::RemoteReward& config, FailurePolicy policy, RewardFaults* faults);
 std::unique_ptr<RewardFunction> MakeCodeTests(const v1::CodeTests& config, FailurePolicy policy,
                                               const RewardSurroundings& surroundings, RewardFaults* faults);
 
-// Adds a fault and gives 0 s where the value is none; `fallback` for 0.
-absl::Duration CheckTimeLimit(double seconds, double fallback, double most, RewardFaults* faults);
+// Adds a fault and gives 0 s where the value is none.
+absl::Duration CheckTimeLimit(double seconds, double most, RewardFaults* faults);
 
 }  // namespace tandem

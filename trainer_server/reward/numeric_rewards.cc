@@ -191,9 +191,7 @@ RewardFormula MakeCosineLength(const v1::CosineLength& config, const RewardIdent
   struct Ends {
     double at_zero, at_max;
   };
-  const Ends correct{config.has_correct_short() ? config.correct_short() : 1.0,
-                     config.has_correct_long() ? config.correct_long() : 0.5};
-  const Ends wrong{config.has_wrong_short() ? config.wrong_short() : -1.0, config.has_wrong_long() ? config.wrong_long() : -0.5};
+  const Ends correct{config.correct_short(), config.correct_long()}, wrong{config.wrong_short(), config.wrong_long()};
   for (const auto& [field, value] : {std::pair("correct_short", correct.at_zero), std::pair("correct_long", correct.at_max),
                                      std::pair("wrong_short", wrong.at_zero), std::pair("wrong_long", wrong.at_max),
                                      std::pair("truncated", config.truncated())}) {

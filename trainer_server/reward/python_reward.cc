@@ -11,8 +11,8 @@ namespace tandem {
 namespace {
 
 constexpr std::size_t kMaxFileBytes = 1 << 20;
-constexpr std::uint64_t kDefaultMemoryMib = 2048, kLeastMemoryMib = 64, kMostMemoryMib = 1 << 20;
-constexpr std::uint32_t kDefaultAttempts = 3, kMostAttempts = 100;
+constexpr std::uint64_t kLeastMemoryMib = 64, kMostMemoryMib = 1 << 20;
+constexpr std::uint32_t kMostAttempts = 100;
 
 class PythonReward final : public RewardFunction {
  public:
@@ -99,8 +99,7 @@ absl::Status FailurePolicy::OnFault(std::size_t completion, const std::string& f
   return absl::OkStatus();
 }
 
-absl::Duration CheckTimeLimit(double seconds, double fallback, double most, RewardFaults* faults) {
-  if (seconds == 0) seconds = fallback;
+absl::Duration CheckTimeLimit(double seconds, double most, RewardFaults* faults) {
   if (std::isfinite(seconds) && seconds >= 0.001 && seconds <= most) return absl::Seconds(seconds);
   faults->Add("time_limit_seconds", absl::StrCat(seconds, ", must be 0.001 to ", most));
   return absl::ZeroDuration();
@@ -109,28 +108,24 @@ absl::Duration CheckTimeLimit(double seconds, double fallback, double most, Rewa
 std::unique_ptr<RewardFunction> MakePythonReward(const v1::PythonFunction& config, FailurePolicy policy,
                                                  const RewardSurroundings& surroundings, RewardFaults* faults) {
   const std::size_t faults_before = faults->lines().size();
-  v1::PythonFunction filled = config;
-  if (filled.file_name().empty()) filled.set_file_name("rewards.py");
-  if (filled.memory_limit_mib() == 0) filled.set_memory_limit_mib(kDefaultMemoryMib);
-  if (filled.max_attempts() == 0) filled.set_max_attempts(kDefaultAttempts);
   if (!config.path().empty())
     faults->Add("path", absl::StrCat("'", config.path(), "', must be replaced by the store's content on submission"));
-  if (!IsFileName(filled.file_name())) {
+  if (!IsFileName(config.file_name())) {
     faults->Add("file_name",
-                absl::StrCat("'", filled.file_name(), "', must be 1 to 64 letters, digits, _, - and ., not begun with ."));
+                absl::StrCat("'", config.file_name(), "', must be 1 to 64 letters, digits, _, - and ., not begun with ."));
   }
-  if (!IsIdentifier(filled.function())) {
+  if (!IsIdentifier(config.function())) {
     faults->Add("function",
-                absl::StrCat("'", filled.function(), "', must be the name of a function, 1 to 64 letters, digits and _"));
+                absl::StrCat("'", config.function(), "', must be the name of a function, 1 to 64 letters, digits and _"));
   }
-  if (filled.memory_limit_mib() < kLeastMemoryMib || filled.memory_limit_mib() > kMostMemoryMib) {
+  if (config.memory_limit_mib() < kLeastMemoryMib || config.memory_limit_mib() > kMostMemoryMib) {
     faults->Add("memory_limit_mib",
-                absl::StrCat(filled.memory_limit_mib(), ", must be ", kLeastMemoryMib, " to ", kMostMemoryMib));
+                absl::StrCat(config.memory_limit_mib(), ", must be ", kLeastMemoryMib, " to ", kMostMemoryMib));
   }
-  if (filled.max_attempts() > kMostAttempts) {
-    faults->Add("max_attempts", absl::StrCat(filled.max_attempts(), ", must be 1 to ", kMostAttempts));
+  if (config.max_attempts() > kMostAttempts) {
+    faults->Add("max_attempts", absl::StrCat(config.max_attempts(), ", must be 1 to ", kMostAttempts));
   }
-  const absl::Duration time_limit = CheckTimeLimit(config.time_limit_seconds(), 30, 3600, faults);
+  const absl::Duration time_limit = CheckTimeLimit(config.time_limit_seconds(), 3600, faults);
   std::string bytes;
   const absl::StatusOr<std::string> path = surroundings.path_of_content ? surroundings.path_of_content(config.content())
                                                                         : absl::FailedPreconditionError("no content store");
@@ -144,13 +139,13 @@ std::unique_ptr<RewardFunction> MakePythonReward(const v1::PythonFunction& confi
     }
   }
   if (faults->lines().size() != faults_before) return nullptr;
-  const std::uint64_t memory_bytes = std::uint64_t{filled.memory_limit_mib()} << 20;
+  const std::uint64_t memory_bytes = std::uint64_t{config.memory_limit_mib()} << 20;
   const std::shared_ptr<PythonWorkerPool> pool = surroundings.worker_pools->Of(config.content(), {.sandbox = surroundings.sandbox,
-                                                                                                  .file_name = filled.file_name(),
+                                                                                                  .file_name = config.file_name(),
                                                                                                   .file_bytes = std::move(bytes),
                                                                                                   .memory_bytes = memory_bytes});
-  pool->AddFunction(filled.function());
-  return std::make_unique<PythonReward>(std::move(filled), time_limit, std::move(policy), surroundings.data, pool);
+  pool->AddFunction(config.function());
+  return std::make_unique<PythonReward>(config, time_limit, std::move(policy), surroundings.data, pool);
 }
 
 }  // namespace tandem

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kMaxRowBytes = 256 << 10;
 constexpr std::size_t kPieceBytes = 256 << 10;
-constexpr std::uint32_t kDefaultAttempts = 5, kMostAttempts = 100;
+constexpr std::uint32_t kMostAttempts = 100;
 constexpr absl::Duration kFirstPause = absl::Milliseconds(100), kLongestPause = absl::Seconds(10);
 
 // Protobuf takes no other text.
@@ -186,20 +186,18 @@ class RemoteReward final : public RewardFunction {
 
 std::unique_ptr<RewardFunction> MakeRemoteReward(const v1::RemoteReward& config, FailurePolicy policy, RewardFaults* faults) {
   const std::size_t faults_before = faults->lines().size();
-  v1::RemoteReward filled = config;
-  if (filled.max_attempts() == 0) filled.set_max_attempts(kDefaultAttempts);
   if (config.address().find(':') == std::string::npos || config.address().size() > 512) {
     faults->Add("address", absl::StrCat("'", config.address().substr(0, 80), "', must be host:port"));
   }
   if (config.function().empty() || config.function().size() > 64) {
     faults->Add("function", absl::StrCat("'", config.function().substr(0, 80), "', must be 1 to 64 bytes"));
   }
-  if (filled.max_attempts() > kMostAttempts) {
-    faults->Add("max_attempts", absl::StrCat(filled.max_attempts(), ", must be 1 to ", kMostAttempts));
+  if (config.max_attempts() > kMostAttempts) {
+    faults->Add("max_attempts", absl::StrCat(config.max_attempts(), ", must be 1 to ", kMostAttempts));
   }
-  const absl::Duration time_limit = CheckTimeLimit(config.time_limit_seconds(), 30, 3600, faults);
+  const absl::Duration time_limit = CheckTimeLimit(config.time_limit_seconds(), 3600, faults);
   if (faults->lines().size() != faults_before) return nullptr;
-  return std::make_unique<RemoteReward>(std::move(filled), time_limit, std::move(policy));
+  return std::make_unique<RemoteReward>(config, time_limit, std::move(policy));
 }
 
 }  // namespace tandem

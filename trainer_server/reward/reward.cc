@@ -101,8 +101,42 @@ std::unique_ptr<RewardFunction> MakeFormulaReward(RewardIdentity identity, std::
   return std::make_unique<FormulaReward>(std::move(identity), std::move(required_fields), std::move(formula));
 }
 
-absl::StatusOr<std::unique_ptr<RewardFunction>> MakeRewardFunction(const v1::RewardConfig& config, const std::string& field_path,
+void FillRewardDefaults(v1::RewardConfig* config) {
+  const auto fill = [](auto value, auto fallback) { return value == 0 ? fallback : value; };
+  if (MayFail(config->function_case()) && config->on_failure() == v1::REWARD_FAILURE_POLICY_UNSPECIFIED) {
+    config->set_on_failure(v1::REWARD_FAILURE_POLICY_FAIL_JOB);
+  }
+  if (config->has_python_function()) {
+    v1::PythonFunction* python = config->mutable_python_function();
+    if (python->file_name().empty()) python->set_file_name("rewards.py");
+    python->set_time_limit_seconds(fill(python->time_limit_seconds(), 30.0));
+    python->set_memory_limit_mib(fill(python->memory_limit_mib(), 2048u));
+    python->set_max_attempts(fill(python->max_attempts(), 3u));
+  }
+  if (config->has_remote()) {
+    v1::RemoteReward* remote = config->mutable_remote();
+    remote->set_time_limit_seconds(fill(remote->time_limit_seconds(), 30.0));
+    remote->set_max_attempts(fill(remote->max_attempts(), 5u));
+  }
+  if (config->has_code_tests()) {
+    v1::CodeTests* tests = config->mutable_code_tests();
+    if (tests->language().empty()) tests->set_language("python");
+    tests->set_time_limit_seconds(fill(tests->time_limit_seconds(), 10.0));
+    tests->set_memory_limit_mib(fill(tests->memory_limit_mib(), 512u));
+  }
+  if (config->has_cosine_length()) {
+    v1::CosineLength* length = config->mutable_cosine_length();
+    if (!length->has_correct_short()) length->set_correct_short(1);
+    if (!length->has_correct_long()) length->set_correct_long(0.5);
+    if (!length->has_wrong_short()) length->set_wrong_short(-1);
+    if (!length->has_wrong_long()) length->set_wrong_long(-0.5);
+  }
+}
+
+absl::StatusOr<std::unique_ptr<RewardFunction>> MakeRewardFunction(const v1::RewardConfig& given, const std::string& field_path,
                                                                    const RewardSurroundings& surroundings) {
+  v1::RewardConfig config = given;
+  FillRewardDefaults(&config);
   const std::string function = FunctionName(config);
   RewardIdentity identity{.name = config.name().empty() ? DefaultName(config, function) : config.name(),
                           .weight = config.weight()};

@@ -66,6 +66,9 @@ struct RewardSurroundings {
   std::shared_ptr<PythonWorkerPools> worker_pools;  // of this job; functions of one file share workers
 };
 
+// Puts a function's own defaults where a field is not set.
+void FillRewardDefaults(v1::RewardConfig* config);
+
 // Errors: INVALID_ARGUMENT listing every faulty field, one a line, each begun with `field_path` ("rewards[1].").
 absl::StatusOr<std::unique_ptr<RewardFunction>> MakeRewardFunction(const v1::RewardConfig& config, const std::string& field_path,
                                                                    const RewardSurroundings& surroundings = {});

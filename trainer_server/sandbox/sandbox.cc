@@ -210,7 +210,8 @@ absl::Status Sandbox::FindPythonParts(const std::string& python) {
                           Spawn({python, "-I", "-c", kPartsProgram}, {input.get(), output.theirs.get(), errors.theirs.get()}));
   output.theirs.Close();
   errors.theirs.Close();
-  SandboxedProcess process(pid, {UniqueFd(), std::move(output.ours), std::move(errors.ours)}, std::uint64_t{1} << 40);
+  SandboxedProcess process(pid, {UniqueFd(), std::move(output.ours), std::move(errors.ours)},
+                           {.memory_bytes = std::uint64_t{1} << 40});
   std::string text;
   const PumpEnd end =
       process.Run({.input = {}, .is_done = {}, .deadline = absl::Now() + kCheckLimit, .is_interrupted = {}}, &text);
@@ -302,7 +303,7 @@ absl::StatusOr<std::unique_ptr<SandboxedProcess>> Sandbox::Start(const SandboxCo
   TANDEM_ASSIGN_OR_RETURN(const pid_t pid, Spawn(words, fds));
   return std::make_unique<SandboxedProcess>(
       pid, SandboxedProcess::Pipes{std::move(channel.ours), std::move(output.ours), std::move(errors.ours)},
-      command.memory_bytes);
+      SandboxedProcess::MemoryLimits{command.memory_bytes, command.scratch_bytes});
 }
 
 absl::Status Sandbox::TryOut() const {

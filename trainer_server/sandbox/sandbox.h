@@ -28,7 +28,7 @@ struct SandboxCommand {
   std::vector<std::string> arguments;  // of Python
   std::vector<SandboxFile> files;      // read-only
   std::optional<std::string> input;    // standard input; absent: a channel that the caller writes to
-  std::uint64_t memory_bytes = 0;      // address space of each process, resident memory of all together
+  std::uint64_t memory_bytes = 0;      // address space of each process; memory of all together, with the scratch folder
   std::uint64_t scratch_bytes = 64 << 20;
   int max_processes = 128;                             // threads included
   int max_files = 1024;                                // open in one process

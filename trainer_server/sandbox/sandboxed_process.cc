@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -37,6 +38,16 @@ std::uint64_t AnonymousBytes(pid_t pid) {
   return (resident - std::min(resident, shared)) * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
 }
 
+// What a process sees as /tmp: its bytes, and a share for each file. None where it is not the sandbox's own of that size, as
+// while the sandbox is being made, or cannot be seen.
+std::uint64_t UsedScratchBytes(pid_t pid, std::uint64_t scratch_bytes) {
+  constexpr std::uint64_t kFileBytes = 1024;  // of the kernel's memory
+  struct statvfs scratch {};
+  if (::statvfs(absl::StrCat("/proc/", pid, "/root/tmp").c_str(), &scratch) != 0) return 0;
+  if (scratch.f_blocks * scratch.f_bsize != scratch_bytes) return 0;
+  return (scratch.f_blocks - scratch.f_bfree) * scratch.f_bsize + (scratch.f_files - scratch.f_ffree) * kFileBytes;
+}
+
 void AppendChildren(pid_t pid, std::vector<pid_t>* processes) {
   std::ifstream children(absl::StrCat("/proc/", pid, "/task/", pid, "/children"));
   for (pid_t child = 0; children >> child;) processes->push_back(child);
@@ -44,11 +55,8 @@ void AppendChildren(pid_t pid, std::vector<pid_t>* processes) {
 
 }  // namespace
 
-SandboxedProcess::SandboxedProcess(pid_t pid, Pipes pipes, std::uint64_t memory_bytes)
-    : pid_(pid),
-      pipes_(std::move(pipes)),
-      memory_bytes_(memory_bytes),
-      exit_(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))) {
+SandboxedProcess::SandboxedProcess(pid_t pid, Pipes pipes, MemoryLimits limits)
+    : pid_(pid), pipes_(std::move(pipes)), limits_(limits), exit_(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))) {
   for (const UniqueFd* fd : {&pipes_.input, &pipes_.output, &pipes_.errors}) {
     if (fd->is_open()) SetNonBlocking(fd->get());
   }
@@ -56,9 +64,10 @@ SandboxedProcess::SandboxedProcess(pid_t pid, Pipes pipes, std::uint64_t memory_
 
 SandboxedProcess::~SandboxedProcess() { Kill(); }
 
+// Its group too: while a sandbox is being made, what will be its first process does not die with its parent yet.
 void SandboxedProcess::Kill() noexcept {
   if (wait_status_ >= 0) return;
-  ::kill(pid_, SIGKILL);
+  ::kill(-pid_, SIGKILL);
   while (::waitpid(pid_, &wait_status_, 0) < 0 && errno == EINTR) {}
   wait_status_ = std::max(wait_status_, 0);
 }
@@ -81,12 +90,13 @@ bool SandboxedProcess::HoldsTooMuch() const {
     bytes += AnonymousBytes(processes[i]);
     AppendChildren(processes[i], &processes);
   }
-  return bytes > memory_bytes_;
+  return bytes + UsedScratchBytes(processes.back(), limits_.scratch_bytes) > limits_.memory_bytes;
 }
 
 PumpEnd SandboxedProcess::Run(const Pump& pump, std::string* output) {
   std::string_view input = pump.input;
   error_bytes_ = 0;
+  bool has_exited = false;
   absl::Time next_tick = absl::Now();
   while (true) {
     if (pump.is_done && pump.is_done(*output)) return PumpEnd::kDone;
@@ -98,39 +108,37 @@ PumpEnd SandboxedProcess::Run(const Pump& pump, std::string* output) {
       if (HoldsTooMuch()) return PumpEnd::kMemoryLimit;
       next_tick = now + kTick;
     }
-    // Where a process closes its output but lives on, its end is waited for.
-    const bool writes = !input.empty() && pipes_.input.is_open();
-    pollfd polled[] = {{pipes_.output.is_open() ? pipes_.output.get() : exit_.get(), POLLIN, 0},
-                       {pipes_.errors.is_open() ? pipes_.errors.get() : -1, POLLIN, 0},
-                       {writes ? pipes_.input.get() : -1, POLLOUT, 0}};
+    // After its end, what it left in its pipes is read without waiting for more.
+    const auto fd_of = [](bool is_polled, const UniqueFd& fd) { return is_polled && fd.is_open() ? fd.get() : -1; };
+    pollfd polled[] = {{fd_of(true, pipes_.output), POLLIN, 0},
+                       {fd_of(true, pipes_.errors), POLLIN, 0},
+                       {fd_of(!input.empty(), pipes_.input), POLLOUT, 0},
+                       {fd_of(!has_exited, exit_), POLLIN, 0}};
     const absl::Duration wait = std::min(next_tick, pump.deadline) - now;
-    const int ready = ::poll(polled, std::size(polled), static_cast<int>(absl::ToInt64Milliseconds(wait)) + 1);
-    if (ready <= 0) continue;
+    const int ready = ::poll(polled, std::size(polled), has_exited ? 0 : static_cast<int>(absl::ToInt64Milliseconds(wait)) + 1);
+    if (ready <= 0) {
+      if (has_exited) return PumpEnd::kExited;
+      continue;
+    }
     if (polled[0].revents != 0) {
-      if (!pipes_.output.is_open()) {
-        while (pipes_.errors.is_open() && error_bytes_ <= pump.max_error_bytes && ReadErrors()) {}
-        return PumpEnd::kExited;
-      }
       char buffer[64 << 10];
       const ssize_t got = ::read(pipes_.output.get(), buffer, sizeof(buffer));
       if (got > 0) output->append(buffer, static_cast<std::size_t>(got));
       if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) pipes_.output.Close();
     }
-    if (polled[1].revents != 0 && !ReadErrors()) pipes_.errors.Close();  // poll said that there was something: its end
+    if (polled[1].revents != 0 && !ReadErrors()) pipes_.errors.Close();
     if (polled[2].revents != 0) {
       const ssize_t sent = ::send(pipes_.input.get(), input.data(), input.size(), MSG_NOSIGNAL);
       if (sent > 0) input.remove_prefix(static_cast<std::size_t>(sent));
-      if (sent < 0 && errno != EAGAIN && errno != EINTR) pipes_.input.Close();  // its end shows in the output
+      if (sent < 0 && errno != EAGAIN && errno != EINTR) pipes_.input.Close();  // its end shows soon
     }
+    has_exited = has_exited || polled[3].revents != 0;
   }
 }
 
 int SandboxedProcess::ExitCode() {
   pollfd exited = {exit_.get(), POLLIN, 0};
-  if (wait_status_ < 0 && ::poll(&exited, 1, 1000) > 0) {
-    while (::waitpid(pid_, &wait_status_, 0) < 0 && errno == EINTR) {}
-    wait_status_ = std::max(wait_status_, 0);
-  }
+  if (wait_status_ < 0) ::poll(&exited, 1, 1000);
   Kill();
   return WIFSIGNALED(wait_status_) ? 128 + WTERMSIG(wait_status_) : WEXITSTATUS(wait_status_);
 }

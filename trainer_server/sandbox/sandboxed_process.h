@@ -18,9 +18,9 @@ namespace tandem {
 // Why a Pump ended.
 enum class PumpEnd {
   kDone,         // is_done said so
-  kExited,       // the process ended, or closed its output
+  kExited,       // the process ended
   kTimeLimit,    // the deadline passed
-  kMemoryLimit,  // its processes together hold more than memory_bytes
+  kMemoryLimit,  // its processes and its scratch folder together hold more than memory_bytes
   kOutputLimit,  // it wrote more than max_output_bytes
   kInterrupted,
 };
@@ -40,7 +40,12 @@ class SandboxedProcess {
     UniqueFd input;  // a socket; closed where the process has no channel
     UniqueFd output, errors;
   };
-  SandboxedProcess(pid_t pid, Pipes pipes, std::uint64_t memory_bytes);
+  struct MemoryLimits {
+    std::uint64_t memory_bytes = 0;   // of all processes and the scratch folder together
+    std::uint64_t scratch_bytes = 0;  // size of the scratch folder, /tmp, which is in memory; 0: there is none
+  };
+  // `pid` leads a process group.
+  SandboxedProcess(pid_t pid, Pipes pipes, MemoryLimits limits);
   ~SandboxedProcess();
   SandboxedProcess(const SandboxedProcess&) = delete;
   SandboxedProcess& operator=(const SandboxedProcess&) = delete;
@@ -60,7 +65,7 @@ class SandboxedProcess {
 
   pid_t pid_;
   Pipes pipes_;
-  const std::uint64_t memory_bytes_;
+  const MemoryLimits limits_;
   UniqueFd exit_;  // readable when the process has ended
   int wait_status_ = -1;
   std::string error_tail_;

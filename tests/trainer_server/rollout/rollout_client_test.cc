@@ -4,10 +4,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <map>
 #include <thread>
 
 #include "tests/trainer_server/support/fake_rollout.h"
 #include "trainer_server/publish/adapter_publisher.h"
+#include "trainer_server/rollout/further_turns.h"
 
 namespace tandem {
 namespace {
@@ -110,6 +112,28 @@ TEST_F(RolloutClientTest, ServerThatDiesForgetsOrIsBusyGivesTheSameUnit) {
   EXPECT_EQ(Ids(*disturbed), Ids(*undisturbed));
   EXPECT_EQ(rollout_.num_units() - before, 6);
   EXPECT_EQ(rollout_.version("job-1"), 1u);
+}
+
+TEST_F(RolloutClientTest, GroupsAreHandedOnWholeAndAgainWhenDrawnAgain) {
+  ASSERT_TRUE(publisher_.Publish(1, adapter_).ok());
+  for (const int dying_units : {0, 1}) {
+    FakeRollout::Faults faults;
+    faults.dying_units = dying_units;
+    rollout_.Set(std::move(faults));
+    std::map<std::size_t, RolloutGroup> handed_on;
+    RolloutUnit unit = Unit();
+    unit.on_group = [&](std::size_t group_index, const RolloutGroup& group) { handed_on[group_index] = group; };
+    const auto groups = client_.Draw(unit);
+    ASSERT_TRUE(groups.ok()) << groups.status();
+    ASSERT_EQ(handed_on.size(), groups->size());
+    for (std::size_t g = 0; g < groups->size(); ++g) {
+      for (std::size_t m = 0; m < unit.group_size; ++m) {
+        EXPECT_EQ(handed_on[g].members[m].token_ids, (*groups)[g].members[m].token_ids);
+        EXPECT_EQ(handed_on[g].members[m].text, (*groups)[g].members[m].text);
+        EXPECT_NE(handed_on[g].members[m].finish_reason, v1::FINISH_REASON_UNSPECIFIED);
+      }
+    }
+  }
 }
 
 TEST_F(RolloutClientTest, BusyServerIsGivenUpWithItsWords) {
@@ -247,6 +271,104 @@ TEST_F(RolloutClientTest, PublishThatIsNotAnsweredAdvancesNothing) {
   EXPECT_TRUE(publisher_.PublishWhenServing(2, adapter_).ok());
   EXPECT_EQ(publisher_.version(), 2u);
   EXPECT_EQ(rollout_.version("job-1"), 2u);
+}
+
+// CASES C31: a further turn's prompt is the prompt and the ids that were drawn, byte for byte, and what was said; the arrays keep
+// one length, and nothing that was said is learned.
+TEST_F(RolloutClientTest, FurtherTurnsExtendTheIdsThatWereDrawn) {
+  ASSERT_TRUE(publisher_.Publish(1, adapter_).ok());
+  const ByteEncoder encoder;
+  const auto bytes = [&](const std::string& text) { return encoder.EncodeText(text); };
+  std::vector<Prompt> prompts(2);
+  prompts[0].token_ids = bytes("user:hi;");
+  prompts[0].messages = *PromptEncoder::ParseMessages(
+      R"([{"role": "user", "content": "hi"}, {"role": "assistant"}, {"role": "tool", "content": "4"}, {"role": "assistant"},
+          {"role": "user", "content": "and?"}])");
+  prompts[1].token_ids = bytes("user:one turn;");
+  RolloutUnit unit = Unit();
+  unit.group_size = 8;
+  unit.sampling.set_max_tokens(12);
+  unit.prompts = {prompts[0].token_ids, prompts[1].token_ids};
+  auto groups = client_.Draw(unit);
+  ASSERT_TRUE(groups.ok()) << groups.status();
+  const std::vector<RolloutGroup> first = *groups;
+  const absl::Status status = DrawFurtherTurns({&encoder, "", 100}, unit, prompts, &client_, &*groups);
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(Ids({(*groups)[1]}), Ids({first[1]})) << "no conversation";
+  int num_whole = 0;
+  for (std::size_t m = 0; m < 8; ++m) {
+    const Rollout& member = (*groups)[0].members[m];
+    std::vector<TokenId> expected = first[0].members[m].token_ids;
+    std::vector<std::uint8_t> mask(expected.size(), 1);
+    ASSERT_GE(member.token_ids.size(), expected.size());
+    EXPECT_EQ(std::vector<TokenId>(member.token_ids.begin(), member.token_ids.begin() + static_cast<long>(expected.size())),
+              expected);
+    EXPECT_EQ(member.rollout_logprobs.size(), member.token_ids.size());
+    if (first[0].members[m].is_truncated()) {
+      EXPECT_EQ(member.token_ids, expected) << "cut by its length: it has no further turn";
+      EXPECT_EQ(member.num_drawn(), expected.size());
+      continue;
+    }
+    ASSERT_EQ(member.loss_mask.size(), member.token_ids.size());
+    std::string said;
+    for (std::size_t t = 0; t < member.token_ids.size(); ++t) {
+      if (member.loss_mask[t] != 0) continue;
+      said += static_cast<char>(member.token_ids[t]);
+      EXPECT_EQ(member.rollout_logprobs[t], 0);
+    }
+    EXPECT_EQ(member.num_drawn(), member.token_ids.size() - said.size());
+    EXPECT_EQ(std::string(";tool:4;;user:and?;").find(said), 0u) << said;
+    num_whole += said == ";tool:4;;user:and?;" ? 1 : 0;
+  }
+  EXPECT_GT(num_whole, 0);
+  // The last turn was asked for behind everything before.
+  for (const v1::GenerateRequest& request : rollout_.last_unit()) {
+    if (!request.has_prompt()) continue;
+    const auto& ids = request.prompt().token_ids().ids();
+    const std::string text = ByteTokenizer().Decode(std::vector<TokenId>(ids.begin(), ids.end()), false);
+    EXPECT_EQ(text.find("user:hi;"), 0u);
+    EXPECT_THAT(text, ::testing::EndsWith(";user:and?;"));
+  }
+  const absl::Status small = DrawFurtherTurns({&encoder, "", 30}, unit, prompts, &client_, &*(groups = first));
+  EXPECT_TRUE(absl::IsResourceExhausted(small));
+  EXPECT_THAT(std::string(small.message()), HasSubstr("data set row 0: the conversation has"));
+}
+
+// CASES C31: a template that writes earlier turns anew splits the sample, which then begins at the new prompt.
+TEST_F(RolloutClientTest, RewrittenHistorySplitsTheSample) {
+  struct ForgettingEncoder final : public PromptEncoder {
+    absl::StatusOr<std::string> Render(const std::vector<ChatMessage>&, const ChatOptions&) const override { return ""; }
+    absl::StatusOr<std::vector<TokenId>> EncodeChat(const std::vector<ChatMessage>& messages, const ChatOptions&) const override {
+      return EncodeText("last:" + messages.back().content);
+    }
+    absl::StatusOr<std::optional<std::vector<TokenId>>> EncodeBehind(const std::vector<ChatMessage>&, std::size_t,
+                                                                     const ChatOptions&) const override {
+      return std::nullopt;
+    }
+    std::vector<TokenId> EncodeText(std::string_view text) const override { return ByteEncoder().EncodeText(text); }
+  } encoder;
+  ASSERT_TRUE(publisher_.Publish(1, adapter_).ok());
+  std::vector<Prompt> prompts(1);
+  prompts[0].token_ids = encoder.EncodeText("p");
+  prompts[0].messages = *PromptEncoder::ParseMessages(
+      R"([{"role": "user", "content": "hi"}, {"role": "assistant"}, {"role": "user", "content": "b"}])");
+  RolloutUnit unit = Unit();
+  unit.group_size = 8;
+  unit.sampling.set_max_tokens(12);
+  unit.prompts = {prompts[0].token_ids};
+  unit.seeds = {11};
+  auto groups = client_.Draw(unit);
+  ASSERT_TRUE(groups.ok());
+  ASSERT_TRUE(DrawFurtherTurns({&encoder, "", 100}, unit, prompts, &client_, &*groups).ok());
+  int num_split = 0;
+  for (const Rollout& member : (*groups)[0].members) {
+    if (member.prompt_ids.empty()) continue;
+    ++num_split;
+    EXPECT_EQ(member.prompt_ids, encoder.EncodeText("last:b"));
+    EXPECT_EQ(member.num_drawn(), member.token_ids.size());
+    EXPECT_EQ(member.rollout_logprobs.size(), member.token_ids.size());
+  }
+  EXPECT_GT(num_split, 0);
 }
 
 }  // namespace
