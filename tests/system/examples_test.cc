@@ -109,6 +109,41 @@ TEST_F(ExamplesTest, Code) {
   EXPECT_FALSE(RunExample(Example("code")).empty());
 }
 
+// CASES C31 through both daemons: the trainer's log-probs of every turn's tokens are those with which they were drawn.
+TEST_F(ExamplesTest, ConversationsAreTrainedOnTheTurnsThatTheModelWrote) {
+  const std::string folder = ::testing::TempDir() + "/examples_conversation";
+  fs::remove_all(folder);
+  fs::create_directories(folder);
+  std::ofstream(folder + "/train.jsonl")
+      << R"({"prompt": [{"role": "user", "content": "7 + 9?"}, {"role": "assistant"}, {"role": "tool", "content": "16<|im_end|>"},)"
+         R"( {"role": "assistant", "content": null}, {"role": "user", "content": "sure?"}]})"
+         "\n"
+      << R"({"prompt": [{"role": "user", "content": "one turn"}]})"
+         "\n";
+  std::ofstream(folder + "/job.textproto") << R"(
+    name: "talk" num_steps: 2 data { path: "train.jsonl" }
+    rollout { prompts_per_step: 2 group_size: 16 sampling { temperature: 1 max_tokens: 400 } }
+    rewards { name: "latin" weight: 1 script_share { scripts: "Latin" } }
+    adapter { rank: 4 alpha: 8 } optimizer { learning_rate: 1e-3 })";
+  const auto submitted = Of(pair_->Client("submit '" + folder + "/job.textproto'"));
+  ASSERT_FALSE(submitted.empty());
+  const std::string job = submitted[0]["job"];
+  const auto ended = pair_->WaitForEnd(job, absl::Seconds(200));
+  ASSERT_TRUE(ended.ok()) << ended.status();
+  ASSERT_EQ(ended->state(), v1::JOB_STATE_SUCCEEDED) << ended->error();
+  int num_talks = 0;
+  for (const Json& record : Of(pair_->Client("--step=1 --last_step=2 completions " + job))) {
+    const std::string text = record["completion"];
+    if (text.find("<|im_start|>tool\n16<|im_end|><|im_end|>\n<|im_start|>assistant\n") != std::string::npos) ++num_talks;
+  }
+  EXPECT_GT(num_talks, 0);
+  for (const Json& event : Of(pair_->Client("history " + job))) {
+    if (event["kind"] != "step") continue;
+    EXPECT_LT(event["sampling/sampling_logp_difference/max"].get<double>(), 2e-4) << event;
+    EXPECT_EQ(event["conversations_split"], 0);
+  }
+}
+
 TEST_F(ExamplesTest, FormatAndTheCommandsThatLookAtJobs) {
   const std::string job = RunExample(Example("format"));
   ASSERT_FALSE(job.empty());

@@ -38,6 +38,7 @@ struct JobSurroundings {
 struct PromptLengths {
   std::uint64_t shortest = 0;
   std::uint64_t longest = 0;
+  std::uint64_t most_further = 0;  // behind the first turn of a conversation: what is said, and the model's other turns
 };
 
 struct JobPlan {
@@ -80,6 +81,10 @@ absl::StatusOr<std::string> JobText(const JobPlan& plan);
 // Fills `needs`, but for its live_sequences, and `memory` of a plan from PlanJob. `node`: as surroundings.node_memory() tells it.
 // Errors: those of reading and encoding a row.
 absl::Status MeasureMemory(const JobSurroundings& surroundings, const NodeMemory& node, JobPlan* plan);
+// Where the job leaves its micro-batches open and its groups' prompts are worth it: whole groups, if the node has memory for
+// them. It is chosen when a job is submitted and stored with it, so that its bits do not depend on the node's memory later.
+// Requires: MeasureMemory.
+void KeepGroupsWhole(const JobSurroundings& surroundings, const NodeMemory& node, JobPlan* plan);
 // Errors: RESOURCE_EXHAUSTED listing every reason why the node does not hold the job, one a line.
 absl::Status CheckMemory(const PlannedMemory& memory);
 

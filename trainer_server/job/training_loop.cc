@@ -10,6 +10,7 @@
 #include "common/base/random.h"
 #include "common/base/units.h"
 #include "trainer_server/job/adapter_files.h"
+#include "trainer_server/rollout/further_turns.h"
 
 namespace tandem {
 namespace {
@@ -284,25 +285,38 @@ absl::StatusOr<TrainingLoop::DrawnGroups> TrainingLoop::DrawGroups(const std::ve
                    .prompts = {},
                    .seeds = std::move(seeds)};
   for (const Prompt& prompt : prompts) unit.prompts.emplace_back(prompt.token_ids);
-  unit.on_group = [&](std::size_t g, const RolloutGroup& group) {
+  const auto score = [&](std::size_t g, const RolloutGroup& group) {
     std::vector<RewardInput> completions;
     for (const Rollout& rollout : group.members) {
       completions.push_back({.row = &prompts[g].row,
                              .completion = rollout.text,
-                             .completion_tokens = static_cast<int>(rollout.token_ids.size()),
+                             .completion_tokens = static_cast<int>(rollout.num_drawn()),
                              .is_truncated = rollout.is_truncated(),
                              .token_ids = rollout.token_ids});
     }
     scorer_->Add(g, std::move(completions), absl::StrCat("data set row ", prompts[g].row_index));
   };
+  unit.on_group = [&](std::size_t g, const RolloutGroup& group) {
+    if (prompts[g].messages.empty()) score(g, group);
+  };
   scorer_->Begin(state_.step, num_steps(), prompts.size());
   DrawnGroups drawn;
   absl::StatusOr<std::vector<RolloutGroup>> rollouts = client_->Draw(unit);
-  if (!rollouts.ok()) {
-    scorer_->Abandon();
-    return rollouts.status();
+  absl::Status status = rollouts.status();
+  if (status.ok()) {
+    drawn.rollouts = *std::move(rollouts);
+    const FurtherTurns turns{.encoder = environment_.encoder.get(),
+                             .template_arguments = plan_.spec.data().template_arguments(),
+                             .largest_context_tokens = plan_.memory.figures.largest_context_tokens()};
+    status = DrawFurtherTurns(turns, unit, prompts, client_.get(), &drawn.rollouts);
   }
-  drawn.rollouts = *std::move(rollouts);
+  if (!status.ok()) {
+    scorer_->Abandon();
+    return status;
+  }
+  for (std::size_t g = 0; g < prompts.size(); ++g) {
+    if (!prompts[g].messages.empty()) score(g, drawn.rollouts[g]);
+  }
   const absl::Time reward_begin = absl::Now();
   absl::StatusOr<std::vector<RewardTable>> rewards = scorer_->Finish();
   ReportFailures(scorer_->TakeFailures());
@@ -323,7 +337,7 @@ void TrainingLoop::ReportFailures(const std::vector<RewardFailure>& failures) {
 // A data set may hold longer prompts than those that the plan was made with.
 absl::Status TrainingLoop::CheckPrompts(const std::vector<Prompt>& prompts) const {
   const std::uint64_t limit = plan_.memory.figures.largest_context_tokens();
-  const std::uint64_t completion = plan_.spec.rollout().sampling().max_tokens();
+  const std::uint64_t completion = plan_.needs.max_completion_tokens;
   for (const Prompt& prompt : prompts) {
     if (prompt.token_ids.size() + completion <= limit) continue;
     return absl::ResourceExhaustedError(absl::StrCat("data set line ", plan_.data->line_of(prompt.row_index), ": the prompt has ",
@@ -572,9 +586,11 @@ NamedValues TrainingLoop::StepValues(const DrawnStep& drawn, const std::vector<R
                                      const StepReport& report) const {
   const std::vector<ScoredGroup>& groups = drawn.groups;
   std::vector<double> lengths, terminated;
+  std::size_t num_split = 0;
   for (const ScoredGroup& group : groups) {
     for (const Rollout& rollout : group.rollouts.members) {
-      lengths.push_back(static_cast<double>(rollout.token_ids.size()));
+      lengths.push_back(static_cast<double>(rollout.num_drawn()));
+      num_split += rollout.prompt_ids.empty() ? 0 : 1;
       if (!rollout.is_truncated()) terminated.push_back(lengths.back());
     }
   }
@@ -595,6 +611,9 @@ NamedValues TrainingLoop::StepValues(const DrawnStep& drawn, const std::vector<R
   values.emplace_back("completions/clipped_ratio",
                       1 - static_cast<double>(terminated.size()) / static_cast<double>(lengths.size()));
   AppendLengths("terminated_length", terminated, &values);
+  if (plan_.prompts.has_value() && plan_.prompts->most_further > 0) {
+    values.emplace_back("conversations_split", static_cast<double>(num_split));
+  }
   if (plan_.spec.rollout().has_dynamic_sampling()) {
     const auto replaced = static_cast<double>(drawn.num_prompts - groups.size());
     values.emplace_back("dynamic_sampling/reward", Mean(drawn.drawn_totals));
@@ -624,7 +643,10 @@ std::vector<v1::CompletionRecord> TrainingLoop::Records(const std::vector<Scored
       record.set_group_index(static_cast<std::uint32_t>(g));
       record.set_member_index(static_cast<std::uint32_t>(m));
       record.set_prompt(prompt);
-      record.set_completion(Shorten(rollout.text, kMaxRecordCompletionBytes));
+      // A conversation with what was said in it.
+      const std::string text =
+          rollout.loss_mask.empty() ? rollout.text : environment_.tokenizer->Decode(rollout.token_ids, false);
+      record.set_completion(Shorten(text, kMaxRecordCompletionBytes));
       record.set_reward(report.advantages.rewards[sequence].value_or(0));
       record.set_advantage(Mean(report.advantages.advantages[sequence]));
       for (std::size_t k = 0; k < plan_.rewards->size(); ++k) {
@@ -633,7 +655,7 @@ std::vector<v1::CompletionRecord> TrainingLoop::Records(const std::vector<Scored
         value->set_name(plan_.rewards->names()[k]);
         value->set_value(*groups[g].rewards[m][k]);
       }
-      record.set_completion_tokens(static_cast<std::uint32_t>(rollout.token_ids.size()));
+      record.set_completion_tokens(static_cast<std::uint32_t>(rollout.num_drawn()));
       record.set_finish_reason(rollout.finish_reason);
       records.push_back(std::move(record));
     }

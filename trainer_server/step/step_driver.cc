@@ -95,6 +95,7 @@ absl::StatusOr<StepReport> StepDriver::RunInPhase(std::uint64_t step, std::span<
       sequence.rollout = &rollout;
       sequence.rewards = &group.rewards[m];
       sequence.loss_mask = LossMaskFromLength(options_.loss, rollout.token_ids.size(), rollout.is_truncated());
+      for (std::size_t t = 0; t < rollout.loss_mask.size(); ++t) sequence.loss_mask[t] &= rollout.loss_mask[t];
       sequences.push_back(std::move(sequence));
     }
   }
@@ -176,9 +177,15 @@ absl::StatusOr<StepDriver::MiniBatch> StepDriver::Pack(std::span<const ScoredGro
       GroupToPack packed{.prompt_ids = group.prompt_ids, .completions = {}};
       for (std::size_t i = first; i < first + group_size; ++i) {
         if (!sequences[i].is_trained()) continue;
-        const std::vector<std::uint32_t>& ids = sequences[i].rollout->token_ids;
-        packed.completions.push_back({static_cast<std::int32_t>(i), ids, sequences[i].loss_mask});
-        longest = std::max(longest, static_cast<std::int64_t>(group.prompt_ids.size() + ids.size()));
+        const Rollout& rollout = *sequences[i].rollout;
+        const CompletionToPack completion{static_cast<std::int32_t>(i), rollout.token_ids, sequences[i].loss_mask};
+        if (rollout.prompt_ids.empty()) {
+          packed.completions.push_back(completion);
+        } else {
+          to_pack.push_back({.prompt_ids = rollout.prompt_ids, .completions = {completion}});
+        }
+        const std::size_t prompt_size = rollout.prompt_ids.empty() ? group.prompt_ids.size() : rollout.prompt_ids.size();
+        longest = std::max(longest, static_cast<std::int64_t>(prompt_size + rollout.token_ids.size()));
       }
       to_pack.push_back(std::move(packed));
     }
