@@ -636,9 +636,10 @@ absl::StatusOr<ImportedJob> ImportTrlConfig(const std::string& text, const std::
 absl::StatusOr<std::string> ToJobFile(const ImportedJob& imported) {
   std::string job;
   if (!google::protobuf::TextFormat::PrintToString(imported.job, &job)) return absl::InternalError("the job cannot be printed");
-  std::string text = "# Yours to write: data { path: ... }, rewards { ... }";
+  std::string text = absl::StrCat("# Yours to write: ", imported.job.has_data() ? "path in data { }" : "data { path: ... }",
+                                  ", rewards { ... }");
   if (imported.job.num_steps() == 0) text += ", num_steps";
-  if (imported.job.has_evaluation()) text += ", evaluation { path: ... } or data { held_out_share: ... }";
+  if (imported.job.has_evaluation()) text += ", path in evaluation { } or held_out_share in data { }";
   text += "\n";
   for (const NotKept& option : imported.not_kept) {
     absl::StrAppend(&text, "# ", option.option, ": ", option.value, ": ", option.reason, "\n");

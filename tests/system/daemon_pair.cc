@@ -177,7 +177,8 @@ std::string DaemonPair::log(Half half) const {
   return text.str();
 }
 
-absl::StatusOr<std::string> DaemonPair::Submit(const std::string& job_text, const std::string& rows) {
+absl::StatusOr<std::string> DaemonPair::Submit(const std::string& job_text, const std::string& rows,
+                                               const std::string& evaluation) {
   auto trainer = Trainer();
   const std::string sha256 = Sha256Hex(rows);
   {
@@ -195,8 +196,8 @@ absl::StatusOr<std::string> DaemonPair::Submit(const std::string& job_text, cons
     TANDEM_RETURN_IF_ERROR(FromGrpc(writer->Finish()));
   }
   v1::SubmitRequest request;
-  request.set_job_text(
-      absl::StrCat(job_text, "\ndata { content: \"", sha256, "\" }\nevaluation { content: \"", sha256, "\" }\n"));
+  request.set_job_text(absl::StrCat(job_text, "\ndata { content: \"", sha256, "\" }\nevaluation { content: \"", sha256, "\" ",
+                                    evaluation, " }\n"));
   auto context = ContextFor(absl::Seconds(10));
   v1::SubmitResponse response;
   TANDEM_RETURN_IF_ERROR(FromGrpc(trainer->Submit(context.get(), request, &response)));

@@ -51,7 +51,7 @@ class DaemonPair {
   const std::string& directory() const { return options_.directory; }
 
   // Uploads `rows` as the data set (and held-out set) of `job_text` (fields of JobSpec without `data.content`) and submits it.
-  absl::StatusOr<std::string> Submit(const std::string& job_text, const std::string& rows);
+  absl::StatusOr<std::string> Submit(const std::string& job_text, const std::string& rows, const std::string& evaluation = "");
   // Waits until the job ends. Errors: DEADLINE_EXCEEDED with the last status.
   absl::StatusOr<v1::JobStatus> WaitForEnd(const std::string& job, absl::Duration timeout);
   absl::StatusOr<v1::JobStatus> GetJob(const std::string& job);

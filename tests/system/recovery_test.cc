@@ -153,6 +153,55 @@ TEST(RecoveryTest, BothKilledResumesFromTheCheckpoint) {
   ExpectUndisturbed(pair.get(), job);
 }
 
+// A job with every state that a recipe may have: groups drawn again, mini-batches, a reference that moves, evaluations of their
+// own sampling that are kept count of.
+std::string SubmitRecipe(DaemonPair* pair) {
+  const auto job = pair->Submit(R"(name: "recipe" seed: 7 num_steps: 60
+    rollout { prompts_per_step: 4 group_size: 4 sampling { temperature: 1 max_tokens: 12 }
+      dynamic_sampling { max_rounds: 3 reward: "ended" } }
+    rewards { name: "ended" weight: 1 ended_by_itself {} }
+    rewards { name: "short" weight: 0.1 length_target { target_tokens: 4 width_tokens: 8 } }
+    loss { preset: LOSS_PRESET_DAPO beta: 0.02 kl_bias_correction: true updates_per_rollout: 2 mini_batches_per_rollout: 2
+      reference_sync { interval_steps: 3 alpha: 0.5 } }
+    adapter { rank: 4 alpha: 8 } optimizer { learning_rate: 1e-2 } checkpoint { interval_steps: 4 keep: 1 })",
+                                TinyRows(24),
+                                R"(num_prompts: 8 interval_steps: 5 samples_per_prompt: 3 metric: "pass_at_3"
+                                   sampling { temperature: 0.8 top_p: 0.9 max_tokens: 10 })");
+  EXPECT_TRUE(job.ok()) << job.status();
+  return job.value_or("");
+}
+
+// CASES C45
+TEST(RecoveryTest, EveryRecipesStateSurvivesDeath) {
+  std::string undisturbed;
+  {
+    auto pair = StartPair("recipe_twin");
+    const std::string job = SubmitRecipe(pair.get());
+    ExpectSucceeds(pair.get(), job);
+    undisturbed = pair->Trajectory(job);
+  }
+  EXPECT_NE(undisturbed.find("\"pass_at_3\""), std::string::npos);
+  EXPECT_NE(undisturbed.find("\"dynamic_sampling/groups_replaced\""), std::string::npos);
+  auto pair = StartPair("recipe_killed");
+  const std::string job = SubmitRecipe(pair.get());
+  std::mt19937 random(4);
+  int kills = 0;
+  for (; kills < 8 && IsUnfinished(pair.get(), job); ++kills) {
+    absl::SleepFor(absl::Milliseconds(std::uniform_int_distribution<int>(0, 300)(random)));
+    const Half half = kBoth[kills % 2];
+    pair->Kill(half);
+    pair->Start(half);
+    ASSERT_TRUE(pair->WaitReady(half, absl::Seconds(30))) << pair->log(half);
+  }
+  EXPECT_EQ(kills, 8) << "the job ended too early to be disturbed";
+  ExpectSucceeds(pair.get(), job);
+  const std::string trajectory = pair->Trajectory(job);
+  if (TestDevice() == Device::kCpu) {
+    EXPECT_EQ(trajectory, undisturbed);
+  }
+  EXPECT_EQ(std::count(trajectory.begin(), trajectory.end(), '\n'), std::count(undisturbed.begin(), undisturbed.end(), '\n'));
+}
+
 // CASES C44. A stopped peer holds things up, within a bound; nothing is lost when it goes on.
 TEST(RecoveryTest, StoppedPeerIsWaitedForAndTheTrajectoryIsUnchanged) {
   auto pair = StartPair("stopped");
