@@ -7,6 +7,7 @@
 Rows are {"prompt", "answer", "entry"}. Needs reasoning-gym, here and in the trainer's --reward_python: pip install reasoning-gym.
 """
 import argparse
+import contextlib
 import json
 import sys
 
@@ -88,8 +89,10 @@ def main(arguments=None):
         fail(f"--options: {error}")
     if not isinstance(options, dict):
         fail(f"--options: {args.options}; must be a JSON object")
-    for row in rows_of(library, args.name, args.rows, args.seed, options):
-        sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # some tasks print
+        for row in rows_of(library, args.name, args.rows, args.seed, options):
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
     if args.reward:
         with open(args.reward, "w") as file:
             file.write(REWARD.format(name=args.name))
