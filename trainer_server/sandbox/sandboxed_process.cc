@@ -43,7 +43,7 @@ std::uint64_t AnonymousBytes(pid_t pid) {
 std::uint64_t UsedScratchBytes(pid_t pid, std::uint64_t scratch_bytes) {
   constexpr std::uint64_t kFileBytes = 1024;  // of the kernel's memory
   struct statvfs scratch {};
-  if (::statvfs(absl::StrCat("/proc/", pid, "/root/tmp").c_str(), &scratch) != 0) return 0;
+  if (::statvfs(absl::StrCat("/proc/", pid, "/root", "/tmp").c_str(), &scratch) != 0) return 0;
   if (scratch.f_blocks * scratch.f_bsize != scratch_bytes) return 0;
   return (scratch.f_blocks - scratch.f_bfree) * scratch.f_bsize + (scratch.f_files - scratch.f_ffree) * kFileBytes;
 }
