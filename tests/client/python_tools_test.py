@@ -104,8 +104,10 @@ class ReasoningGymTest(unittest.TestCase):
                 raise TypeError("no such option")
             return [{"question": f"{name} {seed} {i}?", "answer": str(i), "metadata": {"i": i}} for i in range(size)]
 
-        gym.create_dataset = create_dataset
-        gym.get_score_answer_fn = lambda name: lambda answer, entry: 1.0 if answer == entry["answer"] else 0.01
+        def get_score_answer_fn(name):
+            return lambda answer, entry: 1.0 if answer == entry["answer"] and isinstance(entry["metadata"]["i"], int) else 0.01
+
+        gym.create_dataset, gym.get_score_answer_fn = create_dataset, get_score_answer_fn
         return {"reasoning_gym": gym, "reasoning_gym.factory": factory}
 
     def test_rows_and_reward_of_a_task(self):
@@ -128,6 +130,17 @@ class ReasoningGymTest(unittest.TestCase):
             self.assertIn("no task 'leg'; there are: chains, legs", run(tool.main, ["leg"]))
             self.assertIn("--rows: 0; must be at least 1", run(tool.main, ["legs", "--rows=0"]))
             self.assertIn("no such option", run(tool.main, ["legs", '--options={"a": 1}']))
+            gym = sys.modules["reasoning_gym"]
+            gym.create_dataset = lambda name, size, seed: [{"question": "", "answer": "", "metadata": {"i": object()}}]
+            self.assertIn("a row cannot be written as JSON: a object", run(tool.main, ["legs"]))
+
+            class Array:
+                def tolist(self):
+                    return "1"
+
+            gym.create_dataset = lambda name, size, seed: [
+                {"question": "", "answer": "", "metadata": {"i": Array()}}]
+            self.assertEqual(json.loads(run(tool.main, ["legs"]))["entry"]["metadata"]["i"], "1")
             self.assertIn("must be a JSON object", run(tool.main, ["legs", "--options=[]"]))
         with library(reasoning_gym=None):
             self.assertIn("pip install reasoning-gym", run(tool.main, ["legs"]))

@@ -61,12 +61,22 @@ def rows_of(library, name, num_rows, seed, options):
         tasks = library.create_dataset(name, size=num_rows, seed=seed, **options)
     except (TypeError, ValueError, AssertionError) as error:
         fail(f"{name} with {json.dumps(options)}: {error}")
+    score = library.get_score_answer_fn(name)
     for entry in tasks:
         try:
-            entry = json.loads(json.dumps(entry, default=str))
+            stored = json.loads(json.dumps(entry, default=plain_value))
         except (TypeError, ValueError) as error:
             fail(f"{name}: a row cannot be written as JSON: {error}")
-        yield {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
+        if score(stored["answer"], stored) != score(entry["answer"], entry):
+            fail(f"{name}: its scorer judges a row otherwise once that went through JSON; it cannot be used from a file")
+        yield {"prompt": stored["question"], "answer": stored["answer"], "entry": stored}
+
+
+def plain_value(value):
+    """numpy's scalars and arrays as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__}")
 
 
 def main(arguments=None):
