@@ -397,6 +397,15 @@ v1::RolloutMemory AssumedRolloutMemory(const ModelConfig& model, Device device) 
   return memory;
 }
 
+std::uint64_t RowsOfWholeGroup(const JobMemory& job) {
+  constexpr std::uint64_t kWorthwhileShare = 8;
+  const std::uint64_t prompt = job.longest_prompt_tokens, completion = std::max<std::uint64_t>(job.max_completion_tokens, 1);
+  const auto limit = static_cast<std::uint64_t>(MicroBatchLimit(0, Signed(prompt + completion)));
+  const std::uint64_t rows = prompt + job.group_size * completion;
+  const std::uint64_t parts = DivideUp(job.group_size, (limit - prompt) / completion);
+  return (parts - 1) * prompt * kWorthwhileShare >= rows ? rows : 0;
+}
+
 PlannedMemory PlanMemory(const ModelConfig& model, const JobMemory& job, const NodeMemory& node) {
   const Arithmetic arithmetic(model, job, node);
   PlannedMemory planned;

@@ -65,6 +65,10 @@ struct PlannedMemory {
 };
 PlannedMemory PlanMemory(const ModelConfig& model, const JobMemory& job, const NodeMemory& node);
 
+// Rows of a micro-batch that holds a whole group of full length, so that its prompt is computed once. 0: what MicroBatchLimit
+// gives a job that leaves the choice open serves as well, prompts computed again are less than an eighth of the rows.
+std::uint64_t RowsOfWholeGroup(const JobMemory& job);
+
 // Planned bytes of `owner`, the larger of the two phases; 0: not in the plan.
 std::uint64_t PlannedOf(const v1::MemoryPlan& plan, const std::string& owner);
 

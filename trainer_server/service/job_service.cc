@@ -159,11 +159,17 @@ grpc::Status JobService::HasContent(grpc::ServerContext*, const v1::HasContentRe
   return grpc::Status::OK;
 }
 
+absl::Status JobService::MeasureSubmitted(JobPlan* plan) const {
+  const NodeMemory node = options_.surroundings.node_memory();
+  TANDEM_RETURN_IF_ERROR(MeasureMemory(options_.surroundings, node, plan));
+  KeepGroupsWhole(options_.surroundings, node, plan);
+  return absl::OkStatus();
+}
+
 grpc::Status JobService::Submit(grpc::ServerContext*, const v1::SubmitRequest* request, v1::SubmitResponse* response) {
   auto plan = PlanJob(request->job_text(), options_.surroundings, JobOrigin::kSubmitted);
   if (!plan.ok()) return ToGrpc(plan.status());
-  const absl::Status measured = MeasureMemory(options_.surroundings, options_.surroundings.node_memory(), &*plan);
-  if (!measured.ok()) return ToGrpc(measured);
+  if (const absl::Status measured = MeasureSubmitted(&*plan); !measured.ok()) return ToGrpc(measured);
   if (const absl::Status fits = CheckMemory(plan->memory); !fits.ok()) return ToGrpc(fits);
   const auto text = JobText(*plan);
   if (!text.ok()) return ToGrpc(text.status());
@@ -180,8 +186,7 @@ grpc::Status JobService::Plan(grpc::ServerContext*, const v1::PlanRequest* reque
   auto plan = PlanJob(request->job_text(), options_.surroundings, JobOrigin::kSubmitted);
   if (!plan.ok()) return ToGrpc(plan.status());
   plan->needs.live_sequences = request->live_sequences();
-  const absl::Status measured = MeasureMemory(options_.surroundings, options_.surroundings.node_memory(), &*plan);
-  if (!measured.ok()) return ToGrpc(measured);
+  if (const absl::Status measured = MeasureSubmitted(&*plan); !measured.ok()) return ToGrpc(measured);
   *response->mutable_memory() = plan->memory.figures;
   response->mutable_faults()->Assign(plan->memory.faults.begin(), plan->memory.faults.end());
   const auto text = JobText(*plan);

@@ -51,6 +51,8 @@ class JobService final : public v1::JobService::Service {
  private:
   // One of kMaxStreams places; RAII. Errors: RESOURCE_EXHAUSTED.
   class StreamPlace;
+  // Memory and micro-batches of a plan that was made to be submitted.
+  absl::Status MeasureSubmitted(JobPlan* plan) const;
 
   const Options options_;
   JobStore* const store_;

@@ -369,6 +369,33 @@ TEST_F(JobPlanTest, AdapterBeyondTheStandingRegionIsRefusedWithBothSizes) {
 }
 
 // CASES C39: the job's own lengths are what is planned, those of long lines beyond the first rows too.
+TEST_F(JobPlanTest, AGroupWithALongPromptIsKeptWholeWhereTheNodeHoldsIt) {
+  surroundings_.model.max_positions = 8192;
+  rows_ = Store("{\"prompt\": \"" + std::string(3000, 'x') + "\", \"answer\": 1}\n");
+  node_.elastic_bytes = std::uint64_t{1} << 32;
+  auto plan = Plan(Job());
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->spec.batch().micro_batch_tokens(), 0u);
+  KeepGroupsWhole(surroundings_, node_, &*plan);
+  EXPECT_EQ(plan->spec.batch().micro_batch_tokens(), 3032u);
+  EXPECT_EQ(plan->memory.figures.micro_batch_rows(), 3032u);
+  EXPECT_TRUE(CheckMemory(plan->memory).ok()) << CheckMemory(plan->memory);
+
+  // With room for a sequence, but not for the group.
+  plan = Plan(Job());
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  NodeMemory small = node_;
+  small.elastic_bytes = PlannedOf(plan->memory.figures, "activations") + PlannedOf(plan->memory.figures, "layer_inputs");
+  KeepGroupsWhole(surroundings_, small, &*plan);
+  EXPECT_EQ(plan->spec.batch().micro_batch_tokens(), 0u);
+
+  // What the job says stays.
+  plan = Plan(Job("batch { micro_batch_tokens: 3010 }"));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  KeepGroupsWhole(surroundings_, node_, &*plan);
+  EXPECT_EQ(plan->spec.batch().micro_batch_tokens(), 3010u);
+}
+
 TEST_F(JobPlanTest, MemoryIsPlannedForTheLongestPromptAndCompletion) {
   std::string rows;
   for (std::size_t i = 0; i < kMaxEncodedRows + kMaxEncodedLongRows + 10; ++i) rows += "{\"prompt\": \"abcd\", \"answer\": 1}\n";

@@ -120,8 +120,13 @@ TEST(MemoryPlan, OwnersAddUpToThePoolInBothPhases) {
   const ModelConfig model = Llama8b();
   const NodeMemory node = GpuNode(model);
   for (const std::uint64_t context : {std::uint64_t{1024}, std::uint64_t{20480}, std::uint64_t{100000}}) {
-    const PlannedMemory planned = PlanMemory(model, Job(model, context, 8), node);
+    JobMemory job = Job(model, context, 8);
+    const std::uint64_t asked = PlanMemory(model, job, node).figures.asked_trainer_standing_bytes();
+    job.has_reference_adapter = true;
+    const PlannedMemory planned = PlanMemory(model, job, node);
     EXPECT_TRUE(planned.faults.empty()) << planned.faults[0];
+    EXPECT_EQ(PlannedOf(planned.figures, "reference_adapter"), PlannedOf(planned.figures, "adapter_masters"));
+    EXPECT_GT(planned.figures.asked_trainer_standing_bytes(), asked);
     std::uint64_t generation = 0, training = 0;
     for (const v1::PlannedBytes& owned : planned.figures.owners()) {
       if (owned.place() != v1::MEMORY_PLACE_POOL) continue;
@@ -304,6 +309,22 @@ TEST(MemoryPlan, TimesFollowTheFlopFormulas) {
   job.live_sequences = 1;
   EXPECT_GT(PlanMemory(model, job, node).figures.generation_seconds(), 4 * eight.generation_seconds())
       << "waves of one read the weights eight times as often";
+}
+
+TEST(MemoryPlan, GroupsAreKeptWholeWherePromptsAreWorthIt) {
+  const auto rows = [](std::uint64_t prompt, std::uint64_t completion, std::uint64_t group_size) {
+    JobMemory job;
+    job.longest_prompt_tokens = prompt;
+    job.max_completion_tokens = completion;
+    job.group_size = group_size;
+    return RowsOfWholeGroup(job);
+  };
+  EXPECT_EQ(rows(337000, 1024, 2), 339048u);
+  EXPECT_EQ(rows(2000, 512, 8), 6096u);
+  EXPECT_EQ(rows(512, 20480, 8), 0u) << "prompts are 2 % of the rows";
+  EXPECT_EQ(rows(30, 16, 64), 0u) << "fits into the least micro-batch";
+  EXPECT_EQ(rows(5000, 100, 1), 0u);
+  EXPECT_EQ(rows(1, 1, 1), 0u);
 }
 
 }  // namespace
