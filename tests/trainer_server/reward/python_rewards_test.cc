@@ -148,9 +148,12 @@ struct Wrong {
   const char* said;
 };
 
+// Also CASES C26: one value too few or too many, a scalar, text.
 TEST_F(PythonRewardsTest, EachFaultNamesFunctionAndCompletion) {
   const Wrong cases[] = {
       {"return [1.0]", "reward function 'right': mine.py:f: returned 1 values for 2 completions"},
+      {"return [1.0] * 3", "returned 3 values for 2 completions"},
+      {"return 1.0", "returned a float, must be a list of 2 numbers or None"},
       {"return 'ab'", "returned a str, must be a list of 2 numbers or None"},
       {"return None", "returned a NoneType"},
       {"return [1, float('nan')]", "reward function 'right': completion 1: returned nan, must be finite or None"},

@@ -295,8 +295,10 @@ TEST(RewardSetTest, ATableOfTheWrongWidthIsRefusedAndNothingIsBroadcast) {
               HasSubstr("completion 1 has 1 values, expected 2, one of each of ended_by_itself, whole"));
 }
 
+// Gives `num_values` values whatever there is to score (0: as many), of which those of "bad" are not finite.
 class BrokenReward final : public RewardFunction {
  public:
+  explicit BrokenReward(std::size_t num_values = 0) : num_values_(num_values) {}
   const std::string& name() const override { return name_; }
   double weight() const override { return 1; }
   absl::StatusOr<RewardColumn> Score(std::span<const RewardInput> completions, const RewardCall&) const override {
@@ -304,13 +306,30 @@ class BrokenReward final : public RewardFunction {
     for (const RewardInput& input : completions) {
       rewards.push_back(input.completion == "bad" ? std::numeric_limits<double>::quiet_NaN() : 0.5);
     }
+    if (num_values_ > 0) rewards.assign(num_values_, 1.0);
     return rewards;
   }
   std::vector<std::string> required_fields() const override { return {}; }
 
  private:
+  const std::size_t num_values_;
   std::string name_ = "broken";
 };
+
+// CASES C26
+TEST(RewardSetTest, ACountThatIsNotTheCompletionsIsRefusedByFunctionAndBothCounts) {
+  const std::vector<RewardInput> completions(8, {.row = nullptr, .completion = "good"});
+  for (const std::size_t count : {std::size_t{1}, std::size_t{9}}) {
+    std::vector<std::unique_ptr<RewardFunction>> functions;
+    functions.push_back(std::make_unique<BrokenReward>(count));
+    const auto set = RewardSet::Create(std::move(functions));
+    ASSERT_TRUE(set.ok()) << set.status();
+    const auto table = set->Score(completions);
+    EXPECT_EQ(table.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(table.status().message()),
+                HasSubstr(absl::StrCat("reward function 'broken' gave ", count, " values for 8 completions")));
+  }
+}
 
 // CASES C27
 TEST(RewardSetTest, ARewardThatIsNotANumberNamesFunctionAndCompletion) {
