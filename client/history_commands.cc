@@ -8,6 +8,7 @@
 #include <numeric>
 #include <set>
 
+#include "absl/strings/str_join.h"
 #include "client/commands.h"
 #include "client/job_history.h"
 #include "client/plot.h"
@@ -27,13 +28,16 @@ std::size_t TerminalWidth() {
   return 120;
 }
 
-std::string RewardLine(const v1::CompletionRecord& record) {
-  std::string line =
-      absl::StrFormat("[%d] reward %.3f  advantage %+.3f ", record.member_index(), record.reward(), record.advantage());
-  for (const v1::NamedValue& value : record.rewards()) absl::StrAppendFormat(&line, " %s %.2f", value.name(), value.value());
-  absl::StrAppend(&line, "  ", record.completion_tokens(), " tokens, ",
-                  EnumWord(v1::FinishReason_Name(record.finish_reason()), "FINISH_REASON_"));
-  return line;
+// What it earned; by function; how it ended.
+std::vector<std::string> RewardParts(const v1::CompletionRecord& record) {
+  std::vector<std::string> functions;
+  for (const v1::NamedValue& value : record.rewards()) {
+    functions.push_back(absl::StrFormat("%s %.2f", value.name(), value.value()));
+  }
+  return {absl::StrFormat("[%d] reward %.3f  advantage %+.3f", record.member_index(), record.reward(), record.advantage()),
+          absl::StrJoin(functions, " "),
+          absl::StrCat(record.completion_tokens(), " tokens, ",
+                       EnumWord(v1::FinishReason_Name(record.finish_reason()), "FINISH_REASON_"))};
 }
 
 std::string GroupTitle(const v1::CompletionRecord& record) {
@@ -47,7 +51,7 @@ void PrintSideBySide(const std::vector<v1::CompletionRecord>& group) {
   for (std::size_t first = 0; first < group.size(); first += num_columns) {
     std::vector<std::string> cells;
     for (std::size_t i = first; i < std::min(first + num_columns, group.size()); ++i) {
-      cells.push_back(RewardLine(group[i]) + "\n\n" + group[i].completion());
+      cells.push_back(absl::StrJoin(RewardParts(group[i]), "\n") + "\n\n" + group[i].completion());
     }
     const std::size_t width = (TerminalWidth() - kColumnGap * (num_columns - 1)) / num_columns;
     Print(FormatColumns(cells, width, kColumnGap) + "\n");
@@ -151,7 +155,7 @@ absl::Status Completions(const Connection& connection, const Words& words, v1::C
       group.push_back(record);
     } else {
       if (place != shown) Print(GroupTitle(record));
-      Print(absl::StrCat(RewardLine(record), "\n    ", record.completion()));
+      Print(absl::StrCat(absl::StrJoin(RewardParts(record), "  "), "\n    ", record.completion()));
     }
     shown = place;
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -46,6 +47,15 @@ Panel MakePanel(const JobHistory& history, const std::string& metric, const std:
   }
   if (!held_out.points.empty()) panel.curves.push_back(std::move(held_out));
   return panel;
+}
+
+// Least and largest value of all curves.
+std::pair<double, double> Range(const Panel& panel) {
+  std::pair<double, double> range(std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity());
+  for (const Curve& curve : panel.curves) {
+    for (const auto& [step, value] : curve.points) range = {std::min(range.first, value), std::max(range.second, value)};
+  }
+  return range;
 }
 
 // Within gnuplot's single quotes.
@@ -99,6 +109,12 @@ std::string PlotScript(const std::vector<Panel>& panels, const std::string& png,
       absl::StrAppend(&script, "EOD\n");
       absl::StrAppend(&plots, i == 0 ? "" : ", ", "$curve", i, " using 1:2 with ", panel.curves[i].style, " title ",
                       Quoted(panel.curves[i].title));
+    }
+    const auto [low, high] = Range(panel);
+    if (low == high) {
+      absl::StrAppendFormat(&script, "set yrange [%.9g:%.9g]\n", low - 0.5, high + 0.5);
+    } else {
+      absl::StrAppend(&script, "set yrange [*:*]\n");
     }
     absl::StrAppend(&script, "set title ", Quoted(panel.title), "\nplot ", plots, "\n");
   }

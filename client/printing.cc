@@ -105,11 +105,31 @@ std::string FormatDataCounts(const v1::DataCounts& counts) {
   return text;
 }
 
+namespace {
+
+struct Line {
+  std::string text;
+  std::size_t length = 0;  // in code points
+};
+
+// Goes on in a new line, with the word that did not fit, where the line has more than that word.
+void BreakLine(bool is_between_words, std::vector<Line>* lines) {
+  Line& full = lines->back();
+  Line next;
+  const std::size_t space = full.text.rfind(' ');
+  if (!is_between_words && space != std::string::npos && space > 0) {
+    next.text = full.text.substr(space + 1);
+    next.length = static_cast<std::size_t>(
+        std::count_if(next.text.begin(), next.text.end(), [](char c) { return (static_cast<unsigned char>(c) & 0xc0) != 0x80; }));
+    full.text.resize(space);
+    full.length -= next.length + 1;
+  }
+  lines->push_back(std::move(next));
+}
+
+}  // namespace
+
 std::string FormatColumns(const std::vector<std::string>& texts, std::size_t width, std::size_t gap) {
-  struct Line {
-    std::string text;
-    std::size_t length = 0;  // in code points
-  };
   std::vector<std::vector<Line>> columns;
   std::size_t num_lines = 0;
   for (const std::string& text : texts) {
@@ -117,12 +137,16 @@ std::string FormatColumns(const std::vector<std::string>& texts, std::size_t wid
     for (std::size_t i = 0; i < text.size();) {
       std::size_t end = i + 1;
       while (end < text.size() && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) ++end;
-      const bool is_break = text[i] == '\n';
-      if (is_break || lines.back().length == width) lines.emplace_back();
-      if (!is_break) {
-        // A control character would move the terminal's cursor.
-        lines.back().text += static_cast<unsigned char>(text[i]) < ' ' ? std::string(" ") : text.substr(i, end - i);
-        ++lines.back().length;
+      const bool is_full = lines.back().length == width;
+      if (text[i] == '\n') {
+        lines.emplace_back();
+      } else {
+        if (is_full) BreakLine(text[i] == ' ', &lines);
+        if (!is_full || text[i] != ' ') {
+          // A control character would move the terminal's cursor.
+          lines.back().text += static_cast<unsigned char>(text[i]) < ' ' ? std::string(" ") : text.substr(i, end - i);
+          ++lines.back().length;
+        }
       }
       i = end;
     }

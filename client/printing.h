@@ -21,7 +21,7 @@ std::string FormatLedger(const google::protobuf::RepeatedPtrField<v1::OwnedBytes
 std::string FormatMemoryPlan(const v1::MemoryPlan& plan);
 // "data: 7473 rows: 6973 trained, 500 held out, ...".
 std::string FormatDataCounts(const v1::DataCounts& counts);
-// Texts beside each other, each wrapped to `width` characters (code points), `gap` spaces between.
+// Texts beside each other, each wrapped at words to `width` characters (code points), `gap` spaces between.
 std::string FormatColumns(const std::vector<std::string>& texts, std::size_t width, std::size_t gap);
 // A row of `tandem compare` as JSON: name, a and b under `kind`.
 std::string FormatComparison(const std::vector<std::string>& row, const std::string& kind);

@@ -374,6 +374,8 @@ TEST_F(ClientTest, CompletionsOfOneGroupStandSideBySide) {
 
 TEST(PrintingTest, ColumnsWrapByCharactersAndKeepTheirPlaces) {
   EXPECT_EQ(FormatColumns({"äöüß12", "a\nb"}, 4, 2), "äöüß  a\n12    b");
+  EXPECT_EQ(FormatColumns({"über den Fluss", "x"}, 8, 1), "über den x\nFluss");
+  EXPECT_EQ(FormatColumns({"ab cdefgh"}, 4, 1), "ab\ncdef\ngh");
   EXPECT_EQ(FormatColumns({"a", "b\nc", "d\ne\x1b"}, 2, 1), "a  b  d\n   c  e ");
 }
 
