@@ -175,6 +175,8 @@ const std::map<std::string, const char*>& Reasons() {
       {"entropy_coef_max", kAdaptive},
       {"entropy_coef_delta", kAdaptive},
       {"entropy_target", kAdaptive},
+      {"normalize_advantages", "of RLOOConfig: recipe: \"rloo\" has no whitening"},
+      {"reward_clip_range", "of RLOOConfig: rewards are not clipped"},
       {"data_seed", "the job's seed shuffles too"},
       {"full_determinism", "a job's trajectory is a function of its file and data"},
   };

@@ -8,7 +8,8 @@
 TRL, transformers, peft and torch come from PyPI, each pinned by SHA-256 (trl_requirements.txt), into an environment of their own (--venv,
 about 6 GB); CPython 3.11. Everything runs on the CPU in fp32. The model is tests/golden/families/qwen3. A case is a GRPOConfig by its
 differences from a base; TRL's own GRPOTrainer scores, weighs and differentiates. Old log-probs are those of another adapter than the policy's,
-so that ratios are not 1; rollout log-probs are the old ones with noise. docs/trl.md says what differs, and why.
+so that ratios are not 1; rollout log-probs are the old ones with noise. RLOOTrainer's cases have the job's fields beside their
+configuration. docs/trl.md says what differs, and why.
 """
 import argparse
 import hashlib
@@ -32,7 +33,8 @@ GROUP, PROMPTS, END, MAX_TOKENS = 4, 2, 0, 9
 BASE = {"loss_type": "dapo", "max_completion_length": MAX_TOKENS, "num_generations": GROUP, "num_iterations": 2,
         "per_device_train_batch_size": GROUP * PROMPTS, "reward_weights": [1.0, 0.5]}
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": True}
-# name: (differences, values of the two reward functions: "usual" or another set)
+RLOO = {"trainer": "rloo"}
+# name: differences from BASE; "rewards": the values of the two functions, "usual" or another set; "trainer": GRPOTrainer or another.
 CASES = {
     "grpo": {"loss_type": "grpo"},
     "bnpo": {"loss_type": "bnpo"},
@@ -77,6 +79,9 @@ CASES = {
                           "off_policy_mask_threshold": 0.05, "temperature": 0.8, "scale_rewards": "batch",
                           "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.2,
                           "per_device_train_batch_size": GROUP * PROMPTS},
+    "rloo": RLOO | {"beta": 0.05},
+    "rloo_without_kl": RLOO | {"beta": 0.0, "epsilon": 0.1, "epsilon_high": 0.15},
+    "rloo_null_rewards": RLOO | {"beta": 0.05, "rewards": "null"},
 }
 REWARDS = {
     "usual": [[1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0.25, 0.5, 0.75, 0.1, 0.9, 0.35, 0.6, 0.2]],
@@ -150,9 +155,12 @@ def make_trainer(config, rollouts, rollout_logprobs, rewards, folder):
 
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(MODEL / "tokenizer.json"), eos_token="<|endoftext|>",
                                                      pad_token="<|endoftext|>")
-    fields = dict(config)
+    fields = {key: value for key, value in config.items() if key != "trainer"}
+    is_rloo = config.get("trainer") == "rloo"
+    if is_rloo:
+        fields.pop("loss_type")
     uses_vllm = fields.pop("use_vllm", False)
-    args = trl.GRPOConfig(output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", seed=1, **fields)
+    args = (trl.RLOOConfig if is_rloo else trl.GRPOConfig)(output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", seed=1, **fields)
 
     def rollout_func(prompts, trainer):
         return {"prompt_ids": [r["prompt"] for r in rollouts], "completion_ids": [r["completion"] for r in rollouts],
@@ -165,14 +173,17 @@ def make_trainer(config, rollouts, rollout_logprobs, rewards, folder):
         return reward
 
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32", attn_implementation="eager")
-    trainer = trl.GRPOTrainer(
-        model=model, args=args, processing_class=tokenizer, rollout_func=rollout_func,
+    trainer = (trl.RLOOTrainer if is_rloo else trl.GRPOTrainer)(
+        model=model, args=args, processing_class=tokenizer, **({} if is_rloo else {"rollout_func": rollout_func}),
         reward_funcs=[reward_function(values, f"reward_{k}") for k, values in enumerate(rewards)],
         train_dataset=datasets.Dataset.from_list([{"prompt": f"prompt {g}"} for g in range(PROMPTS)]),
         peft_config=peft.LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM",
                                     target_modules=[linear.split(".")[1] for linear in LINEARS]))
     # vLLM itself is not needed: rollout_func stands in for it, and what follows from use_vllm is TRL's own.
     trainer.use_vllm = uses_vllm
+    if is_rloo:  # which has no rollout_func
+        trainer._tokenize_prompts = lambda prompts: ([r["prompt"] for r in rollouts], None, {})
+        trainer._generate_single_turn = lambda *arguments: [r["completion"] for r in rollouts]
     trainer._last_loaded_step = trainer.state.global_step
     trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
     trainer.model.train()
@@ -216,11 +227,14 @@ def run_case(config, rollouts, rollout_logprobs, rewards, size, folder):
         micro_batch_loss.backward()
         loss += micro_batch_loss.item()
     gradient = torch.cat([matrix.grad.flatten() for matrix in factors(trainer.model)])
-    ragged = lambda values: [[float(f"{v:.9g}") for v in row[:len(r["completion"])].tolist()] for row, r in zip(values, rollouts)]
-    case = {"advantages": inputs["advantages"].tolist(), "loss": loss, "old_logprobs": ragged(inputs["old_per_token_logps"])}
-    if inputs.get("ref_per_token_logps") is not None:
-        case["ref_logprobs"] = ragged(inputs["ref_per_token_logps"])
-    return case, gradient
+    return {"advantages": inputs["advantages"].tolist(), "loss": loss}, gradient
+
+
+def rloo_job(config):
+    low = config.get("epsilon", 0.2)
+    return (f'loss {{ preset: LOSS_PRESET_RLOO epsilon_low: {low} epsilon_high: {config.get("epsilon_high", low)} '
+            f'rollout_correction {{ mode: ROLLOUT_CORRECTION_MODE_NONE }} }} '
+            f'advantage {{ kl_in_reward: {config["beta"]} }} rollout {{ sampling {{ temperature: 1 max_tokens: {MAX_TOKENS} }} }}')
 
 
 def compute():
@@ -243,6 +257,8 @@ def compute():
             config = BASE | differences
             case, gradient = run_case(config, rollouts, rollout_logprobs, rewards, size, folder)
             tensors[f"gradient/{name}"] = gradient
+            if config.get("trainer") == "rloo":
+                case["job"] = rloo_job(config)
             cases.append({"name": name, "config": config, "rewards": rewards} | case)
             print(f"{name}: loss {case['loss']:.6f}, largest gradient {gradient.abs().max():.3e}", flush=True)
     document = {"made_with": f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, fp32",
