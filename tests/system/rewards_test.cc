@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
 
 #include <array>
 #include <cstdio>
@@ -223,6 +225,34 @@ TEST_F(RewardsTest, WorkersThatMisbehaveAtRandomCostTimeAndNothingElse) {
   EXPECT_GT(num_lost, static_cast<std::size_t>(num_steps) / 5);
   RecordProperty("workers_lost", static_cast<int>(num_lost));
   RecordProperty("workers_killed_from_outside", num_killed);
+}
+
+TEST_F(RewardsTest, AKilledTrainerLeavesNoWorkerAndItsJobGoesOn) {
+  ASSERT_EQ(::prctl(PR_SET_CHILD_SUBREAPER, 1), 0);  // orphans become children of this process
+  WriteFile("mine.py",
+            "import time\ndef brief(completions, **kwargs):\n    time.sleep(0.1)\n    return [1.0 / (1 + len(t)) for t in "
+            "completions]\n");
+  const auto job = Submit(WriteJob(4, "rewards { weight: 1 python_function { path: 'mine.py' function: 'brief' } }"));
+  ASSERT_TRUE(job.ok()) << job.status();
+  for (int i = 0; i < 1000 && pair_->GetJob(*job)->step() < 1; ++i) absl::SleepFor(absl::Milliseconds(10));
+  pair_->Kill(Half::kTrainer);
+  // Whoever is left but the rollout server.
+  const auto count_others = [&] {
+    std::ifstream children(absl::StrCat("/proc/self/task/", ::getpid(), "/children"));
+    int count = 0;
+    for (pid_t child = 0; children >> child;) {
+      if (child != pair_->pid(Half::kRollout) && ::waitpid(child, nullptr, WNOHANG) == 0) ++count;
+    }
+    return count;
+  };
+  const absl::Time limit = absl::Now() + absl::Seconds(10);
+  while (count_others() > 0) {
+    ASSERT_LT(absl::Now(), limit) << "workers are left";
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  pair_->Start(Half::kTrainer);
+  ASSERT_TRUE(pair_->WaitReady(Half::kTrainer, absl::Seconds(60)));
+  EXPECT_EQ(End(*job).state(), v1::JOB_STATE_SUCCEEDED) << End(*job).error();
 }
 
 TEST_F(RewardsTest, FailuresFailTheJobOrCountAsNoneAsItsPolicySays) {

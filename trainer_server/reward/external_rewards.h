@@ -15,7 +15,7 @@ class FailurePolicy {
   FailurePolicy(RewardIdentity identity, v1::RewardFailurePolicy policy)
       : identity_(std::move(identity)), counts_as_none_(policy == v1::REWARD_FAILURE_POLICY_COUNT_AS_NONE) {}
 
-  // A call of which nothing came: as many None, or an error. CANCELLED is always an error.
+  // A call of which nothing came: as many None, or an error. CANCELLED and FAILED_PRECONDITION (of the node) are always errors.
   absl::StatusOr<RewardColumn> OnFailure(const absl::Status& failure, std::size_t num_completions, const RewardCall& call) const;
   // A completion without a value: None (OK), or an error.
   absl::Status OnFault(std::size_t completion, const std::string& fault, const RewardCall& call) const;

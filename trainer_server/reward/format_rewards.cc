@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "absl/strings/ascii.h"
 #include "trainer_server/reward/reward_functions.h"
@@ -97,8 +98,8 @@ std::optional<std::string> LastCodeBlock(std::string_view text, const std::funct
       open = "";
       language = absl::AsciiStrToLower(ToAbsl(TrimSpace(trimmed.substr(3))));
     } else {
-      if (is_wanted(language)) last = std::move(open);
-      open.reset();
+      std::optional<std::string> closed = std::exchange(open, std::nullopt);
+      if (is_wanted(language)) last = std::move(closed);
     }
   }
   return last;

@@ -87,7 +87,7 @@ bool IsIdentifier(const std::string& name) {
 absl::StatusOr<RewardColumn> FailurePolicy::OnFailure(const absl::Status& failure, std::size_t num_completions,
                                                       const RewardCall& call) const {
   const absl::Status named = Annotate(failure, absl::StrCat("reward function '", identity_.name, "'"));
-  if (!counts_as_none_ || absl::IsCancelled(failure)) return named;
+  if (!counts_as_none_ || absl::IsCancelled(failure) || absl::IsFailedPrecondition(failure)) return named;
   if (call.on_failure) call.on_failure({identity_.name, std::string(named.message())});
   return RewardColumn(num_completions);
 }

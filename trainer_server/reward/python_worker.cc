@@ -99,6 +99,7 @@ class PythonWorkerPool::Worker {
   Worker(std::unique_ptr<SandboxedProcess> process, std::uint64_t memory_bytes)
       : process_(std::move(process)), memory_bytes_(memory_bytes) {}
 
+  bool is_alive() const { return process_->is_alive(); }
   // Sends frames and returns the one that comes back. Errors: UNAVAILABLE (the worker is of no use any more), CANCELLED.
   absl::StatusOr<nlohmann::json> Exchange(const std::string& frames, absl::Duration limit, const RewardCall& around) {
     std::string output;
@@ -191,10 +192,10 @@ absl::Status PythonWorkerPool::WaitForTurn(const RewardCall& around) const {
 absl::StatusOr<std::unique_ptr<PythonWorkerPool::Worker>> PythonWorkerPool::Take(const RewardCall& around) {
   {
     MutexLock lock(&mutex_);
-    if (!idle_.empty()) {
+    while (!idle_.empty()) {
       std::unique_ptr<Worker> worker = std::move(idle_.back());
       idle_.pop_back();
-      return worker;
+      if (worker->is_alive()) return worker;
     }
   }
   TANDEM_RETURN_IF_ERROR(WaitForTurn(around));
@@ -218,7 +219,7 @@ absl::StatusOr<PythonAnswer> PythonWorkerPool::Call(const PythonCall& call, cons
     absl::StatusOr<nlohmann::json> reply = worker.ok() ? (*worker)->Exchange(frames, call.time_limit, around) : worker.status();
     absl::StatusOr<PythonAnswer> answer = reply.ok() ? ReadAnswer(*reply, call.completions.size()) : reply.status();
     MutexLock lock(&mutex_);
-    if (!absl::IsUnavailable(answer.status())) {
+    if (!absl::IsUnavailable(answer.status()) && !absl::IsResourceExhausted(answer.status())) {
       losses_in_a_row_ = 0;
       if (worker.ok() && !absl::IsCancelled(answer.status())) idle_.push_back(*std::move(worker));
       return answer;

@@ -17,9 +17,10 @@
 #include <cstddef>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <utility>
 
-#include "absl/strings/str_join.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 
@@ -173,6 +174,14 @@ std::string FindProgram(const std::string& name) {
   return "";
 }
 
+// Not of a container with users of its own, whose root is bound by limits as any user is.
+bool IsRootOfTheNode() {
+  std::ifstream map("/proc/self/uid_map");
+  std::uint64_t inside = 1, outside = 1, count = 0;
+  map >> inside >> outside >> count;
+  return ::geteuid() == 0 && inside == 0 && outside == 0 && count == 0xffffffffu;
+}
+
 bool IsInside(const std::string& path, const std::string& folder) { return path == folder || path.starts_with(folder + "/"); }
 
 }  // namespace
@@ -186,7 +195,7 @@ absl::StatusOr<std::shared_ptr<const Sandbox>> Sandbox::Create(const std::string
 }
 
 absl::Status Sandbox::FindPrograms(const std::string& python) {
-  const bool is_root = ::geteuid() == 0;
+  const bool is_root = IsRootOfTheNode();
   for (const auto& [name, place] : {std::pair("bwrap", &bubblewrap_), std::pair("prlimit", &prlimit_),
                                     std::pair("choom", &choom_), std::pair("setpriv", &setpriv_)}) {
     if (place == &setpriv_ && !is_root) continue;

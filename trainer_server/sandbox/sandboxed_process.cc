@@ -136,6 +136,11 @@ PumpEnd SandboxedProcess::Run(const Pump& pump, std::string* output) {
   }
 }
 
+bool SandboxedProcess::is_alive() const {
+  pollfd exited = {exit_.get(), POLLIN, 0};
+  return wait_status_ < 0 && ::poll(&exited, 1, 0) == 0;
+}
+
 int SandboxedProcess::ExitCode() {
   pollfd exited = {exit_.get(), POLLIN, 0};
   if (wait_status_ < 0) ::poll(&exited, 1, 1000);

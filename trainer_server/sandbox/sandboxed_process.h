@@ -52,6 +52,7 @@ class SandboxedProcess {
 
   // Moves bytes until one of the ends; what was read of standard output is in `output`. After kDone it may be called again.
   PumpEnd Run(const Pump& pump, std::string* output);
+  bool is_alive() const;
   // The exit code, or 128 and the signal that ended it. Waits for at most a second, then kills. After kExited.
   int ExitCode();
   // The last of what was written to standard error, trimmed; at most 4 KiB.

@@ -12,6 +12,7 @@ from . import contracts
 
 PIECE_BYTES = 1 << 20
 MAX_JOB_FILE_BYTES = 256 << 10
+CHECK_SECONDS = 600  # of submit and plan at least: every row is read, every file of rewards imported
 PATIENCE_SECONDS = 600  # of watch, without a single event
 _ENDED = ("succeeded", "failed", "cancelled")
 
@@ -28,7 +29,7 @@ class Client:
     """A trainer_server at `trainer` ("host:port"). Thread-safe."""
 
     def __init__(self, trainer="127.0.0.1:7070", timeout=30.0):
-        """`timeout`: seconds of one call; streams are not bound by it."""
+        """`timeout`: seconds of one call; streams are not bound by it, and submit and plan may take longer."""
         self.trainer = trainer
         self.timeout = timeout
         self._channel = grpc.insecure_channel(trainer, options=[("grpc.max_receive_message_length", 4 << 20)])
@@ -50,12 +51,13 @@ class Client:
         `warnings` of the returned id. Raises TandemError, FileNotFoundError.
         """
         request = contracts.SubmitRequest(job_text=text_format.MessageToString(self._complete(job, rewards, fields)))
-        response = self._call("Submit", request)
+        response = self._call("Submit", request, max(self.timeout, CHECK_SECONDS))
         return JobId(response.job, list(response.warnings))
 
     def plan(self, job, rewards=(), **fields):
         """The job as it would run: a contracts.PlanResponse, whose `faults` say why this node does not hold it."""
-        return self._call("Plan", contracts.PlanRequest(job_text=text_format.MessageToString(self._complete(job, rewards, fields))))
+        request = contracts.PlanRequest(job_text=text_format.MessageToString(self._complete(job, rewards, fields)))
+        return self._call("Plan", request, max(self.timeout, CHECK_SECONDS))
 
     def jobs(self):
         """All jobs, newest first: a list of contracts.JobStatus."""
@@ -191,10 +193,10 @@ class Client:
 
     # ---- Calls ---------------------------------------------------------------------------------------------------------------
 
-    def _call(self, name, request):
+    def _call(self, name, request, timeout=None):
         path, request_class, response_class = contracts.method("JobService", name)
         call = self._channel.unary_unary(path, request_class.SerializeToString, response_class.FromString)
-        return self._guard(lambda: call(request, timeout=self.timeout))
+        return self._guard(lambda: call(request, timeout=timeout or self.timeout))
 
     def _stream(self, name, request, timeout=600):
         path, request_class, response_class = contracts.method("JobService", name)

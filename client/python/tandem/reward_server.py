@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import threading
 
 import grpc
 
@@ -38,9 +39,9 @@ class RewardServer:
     def __init__(self, functions, address="127.0.0.1:0", prompt_field="prompt", max_workers=8):
         """`functions`: a list, called by their __name__, or {name: function}. `address`: "host:port", port 0 picks one. `prompt_field`: of
         the data set's rows, as in the job. Raises OSError when the address cannot be had."""
-        named = functions if isinstance(functions, dict) else {function.__name__: function for function in functions}
-        self._functions = named
+        self._functions = functions if isinstance(functions, dict) else {function.__name__: function for function in functions}
         self._prompt_field = prompt_field
+        self._threads = threading.local()
         self._server = grpc.server(concurrent.futures.ThreadPoolExecutor(max_workers=max_workers), maximum_concurrent_rpcs=4 * max_workers)
         path, request, response = contracts.method("RewardService", "Score")
         handler = grpc.stream_stream_rpc_method_handler(self._score, request.FromString, response.SerializeToString)
@@ -67,14 +68,20 @@ class RewardServer:
     def __exit__(self, *_):
         self.stop()
 
+    def _of_this_thread(self, name):
+        """A RewardFunction has an event loop, which belongs to one thread."""
+        made = self._threads.__dict__.setdefault("functions", {})
+        if name not in made:
+            made[name] = RewardFunction(self._functions[name])
+        return made[name]
+
     def _score(self, requests, context):
         call = _Call()
         for request in requests:
             call.take(request, context)
         if call.header is None:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call begins with a header")
-        function = self._functions.get(call.header.function)
-        if function is None:
+        if call.header.function not in self._functions:
             known = ", ".join(sorted(self._functions))
             context.abort(grpc.StatusCode.NOT_FOUND, f"no function '{call.header.function}' here; there are {known}")
         row = json.loads(call.header.row_json)
@@ -83,8 +90,7 @@ class RewardServer:
         if isinstance(prompt, list):
             completions = [[{"role": "assistant", "content": text}] for text in call.texts]
         try:
-            # Each call has an event loop of its own, should the function want one.
-            rewards = RewardFunction(function)([prompt] * len(completions), completions, [None] * len(completions), row)
+            rewards = self._of_this_thread(call.header.function)([prompt] * len(completions), completions, [None] * len(completions), row)
         except RewardError as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if rewards.faults:

@@ -1,14 +1,19 @@
 // Python reward functions through real workers, and programs under test: what they do well, and what hostile ones do not do.
+#include <netinet/in.h>
+#include <signal.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 
-#include <filesystem>
+#include <cmath>
+#include <cstdlib>
 #include <fstream>
 #include <thread>
 
-#include "absl/strings/str_join.h"
+#include "absl/strings/match.h"
 #include "absl/time/clock.h"
 #include "common/base/hash.h"
+#include "common/base/unique_fd.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/temporary_directory.h"
@@ -23,7 +28,11 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-constexpr char kPython[] = "/usr/bin/python3";
+// TANDEM_TEST_PYTHON: another, as of an environment that has math-verify.
+std::string Python() {
+  const char* const given = std::getenv("TANDEM_TEST_PYTHON");
+  return given == nullptr ? "/usr/bin/python3" : given;
+}
 
 class PythonRewardsTest : public ::testing::Test {
  protected:
@@ -66,7 +75,7 @@ class PythonRewardsTest : public ::testing::Test {
   }
 
   testing::TemporaryDirectory directory_;
-  SandboxSource sandbox_{kPython};
+  SandboxSource sandbox_{Python()};
   RewardSurroundings surroundings_;
 };
 
@@ -226,6 +235,27 @@ TEST_F(PythonRewardsTest, ALostCallIsTriedAgainOnAFreshWorker) {
   for (int i = 0; i < 10; ++i) EXPECT_THAT(*ScoreTexts(*function, {"a", "bc"}), ElementsAre(1.0, 2.0));
 }
 
+TEST_F(PythonRewardsTest, AWorkerThatDiedWhileIdleCostsNoAttempt) {
+  const auto function = MakePython("def f(completions, **kwargs): return [1.0] * len(completions)\n", "f", "max_attempts: 1");
+  ASSERT_TRUE(ScoreTexts(*function, {"a"}).ok());
+  std::ifstream children(absl::StrCat("/proc/self/task/", ::getpid(), "/children"));
+  pid_t worker = -1;
+  ASSERT_TRUE(children >> worker);
+  ASSERT_EQ(::kill(worker, SIGKILL), 0);
+  siginfo_t ended{};
+  ASSERT_EQ(::waitid(P_PID, static_cast<id_t>(worker), &ended, WEXITED | WNOWAIT), 0);
+  EXPECT_THAT(*ScoreTexts(*function, {"a"}), ElementsAre(1.0));
+}
+
+TEST_F(PythonRewardsTest, MathVerifyJudgesWhereItIsInstalled) {
+  std::ifstream file(TANDEM_GOLDEN_DIR "/../../client/examples/math_verify_rewards.py");
+  const auto function = MakePython(std::string(std::istreambuf_iterator<char>(file), {}), "equivalent");
+  const absl::Status checked = function->Check();
+  if (absl::StrContains(checked.message(), "No module named 'math_verify'")) GTEST_SKIP() << checked.message();
+  const Json row = {{"prompt", "say"}, {"solution", "$\\frac{1}{2}$"}};
+  EXPECT_THAT(*ScoreTexts(*function, {"It is $0.5$", "so $\\boxed{\\frac{2}{4}}$", "3"}, row), ElementsAre(1.0, 1.0, 0.0));
+}
+
 TEST_F(PythonRewardsTest, AnInterruptedCallEndsAtOnce) {
   const auto function = MakePython("import time\ndef f(**kwargs): time.sleep(1000)\n", "f", "time_limit_seconds: 3600");
   const absl::Time begin = absl::Now();
@@ -250,9 +280,6 @@ def f(completions, **kwargs):
     for path in ('/usr/x', '/x', '/dev/x', '/dev/shm/x', '/rewards/x', '/rewards/mine.py', '/tandem/reward_worker.py'):
         try: open(path, 'w'); seen.append('wrote ' + path)
         except OSError: pass
-    try: socket.create_connection(('127.0.0.1', 22), 1); seen.append('network')
-    except ConnectionRefusedError: pass
-    except OSError: pass
     if [name for index, name in socket.if_nameindex() if name != 'lo']: seen.append('interfaces')
     if set(os.environ) - {'PATH', 'HOME', 'USER', 'LC_ALL', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PYTHONDONTWRITEBYTECODE',
                           'PYTHONHASHSEED', 'CUDA_VISIBLE_DEVICES', 'PWD', 'LC_CTYPE'}: seen.append(str(os.environ))
@@ -265,28 +292,33 @@ def f(completions, **kwargs):
 }
 
 TEST_F(PythonRewardsTest, GroupsAreScoredByManyWorkersAtATime) {
-  const auto set = RewardSet::Create({}, surroundings_);
-  EXPECT_FALSE(set.ok());
   google::protobuf::RepeatedPtrField<v1::RewardConfig> configs;
   const std::string program =
-      "import time\ndef f(completions, **kwargs):\n    time.sleep(0.3)\n    return [len(t) for t in completions]\n";
-  *configs.Add() = Config(absl::StrCat("weight: 1 python_function { content: '", Store(program), "' function: 'f' }"));
+      "import time\n"
+      "def size(completions, **kwargs): return [len(text) for text in completions]\n"
+      "def begun(completions, **kwargs):\n    begun = time.time()\n    time.sleep(0.3)\n    return [begun] * len(completions)\n";
+  for (const char* function : {"size", "begun"}) {
+    *configs.Add() =
+        Config(absl::StrCat("weight: 1 python_function { content: '", Store(program), "' function: '", function, "' }"));
+  }
   const auto rewards = RewardSet::Create(configs, surroundings_);
   ASSERT_TRUE(rewards.ok()) << rewards.status();
   GroupScorer scorer(&*rewards, 4, [] { return false; });
   std::vector<Json> rows(8, {{"prompt", "say"}});
   for (int round = 0; round < 2; ++round) {
     scorer.Begin(1, 2, rows.size());
-    const absl::Time begin = absl::Now();
     for (std::size_t g = 0; g < rows.size(); ++g) {
       scorer.Add(g, {{.row = &rows[g], .completion = "thrown away", .completion_tokens = 1}}, "");
       scorer.Add(g, {{.row = &rows[g], .completion = std::string(g, 'x'), .completion_tokens = 1}}, "");
     }
     const auto tables = scorer.Finish();
     ASSERT_TRUE(tables.ok()) << tables.status();
-    for (std::size_t g = 0; g < rows.size(); ++g) EXPECT_EQ((*tables)[g], RewardTable({{static_cast<double>(g)}}));
-    // Eight groups of 0.3 s, some of them twice, on four workers: one at a time they would take 2.4 s and more.
-    if (round == 1) { EXPECT_LT(absl::Now() - begin, absl::Seconds(2.2)); }
+    double least_gap = 1e9;
+    for (std::size_t g = 0; g < rows.size(); ++g) {
+      EXPECT_EQ((*tables)[g][0][0], static_cast<double>(g));
+      for (std::size_t h = 0; h < g; ++h) least_gap = std::min(least_gap, std::abs(*(*tables)[g][0][1] - *(*tables)[h][0][1]));
+    }
+    EXPECT_LT(least_gap, 0.3) << "no two calls overlap";
   }
   scorer.Begin(1, 2, 2);
   scorer.Add(0, {{.row = rows.data(), .completion = "", .completion_tokens = 1}}, "");
@@ -351,11 +383,9 @@ class HostileProgramTest : public CodeTestsTest, public ::testing::WithParamInte
 };
 
 TEST_P(HostileProgramTest, HarmsNothing) {
-  const std::uintmax_t free_before = std::filesystem::space("/").available;
   const absl::Time begin = absl::Now();
   EXPECT_EQ(ScoreProgram(Fenced(GetParam().second), {{{"output", "harmed"}}}, "time_limit_seconds: 1 memory_limit_mib: 128"), 0);
   EXPECT_LT(absl::Now() - begin, absl::Seconds(10));
-  EXPECT_GT(std::filesystem::space("/").available + (64u << 20), free_before);
   // Who is left of it? Orphans become children of this process, until the last of them is waited for.
   const absl::Time limit = absl::Now() + absl::Seconds(5);
   while (::waitpid(-1, nullptr, WNOHANG) >= 0) {
@@ -372,13 +402,12 @@ INSTANTIATE_TEST_SUITE_P(
         std::pair("ThreadBomb",
                   "import threading, time\nwhile True:\n    try: threading.Thread(target=time.sleep, args=(99,)).start()\n"
                   "    except RuntimeError: pass"),
-        std::pair(
-            "DiskFill",
-            "import os\nfor folder in ('/tmp', '/dev/shm', '/', '/usr', '/var/tmp'):\n    for i in range(9):\n        try:\n"
-            "            with open(folder + '/f%d' % i, 'wb') as f:\n                for j in range(4096): f.write(b'x' * "
-            "65536)\n"
-            "        except OSError: pass\nassert sum(os.path.getsize('/tmp/' + f) for f in os.listdir('/tmp')) > 1 << 26\n"
-            "print('harmed')"),
+        std::pair("DiskFill",
+                  "import os\nfor folder in ('/tmp', '/dev/shm', '/dev', '/', '/usr', '/var/tmp'):\n    for i in range(9):\n     "
+                  "   try:\n"
+                  "            with open(folder + '/f%d' % i, 'wb') as f:\n                if folder != '/tmp': print('harmed')\n"
+                  "                for j in range(4096): f.write(b'x' * 65536)\n        except OSError: pass\n"
+                  "if sum(os.path.getsize('/tmp/' + f) for f in os.listdir('/tmp')) > 1 << 26: print('harmed')"),
         std::pair("ManyFiles", "import itertools\nfor i in itertools.count():\n    open('/tmp/%d' % i, 'w').close()"),
         std::pair("Memory", "x = []\nwhile True: x.append(bytearray(1 << 20))"),
         std::pair("MemoryOfManyProcesses",
@@ -387,11 +416,9 @@ INSTANTIATE_TEST_SUITE_P(
         std::pair("SharedMemory",
                   "import ctypes\nlibc = ctypes.CDLL(None)\nif libc.shmget(0, 1 << 30, 0o1600) >= 0: print('harmed')\n"
                   "if libc.memfd_create(b'x', 0) >= 0: print('harmed')"),
-        std::pair("Network",
-                  "import socket\nfor address in (('127.0.0.1', 22), ('10.0.0.1', 80)):\n    try: "
-                  "socket.create_connection(address, 1)\n"
-                  "    except ConnectionRefusedError: pass\n    except OSError: pass\n    else: print('harmed')\n"
-                  "s = socket.socket(); s.bind(('127.0.0.1', 0))"),
+        std::pair("Interfaces",
+                  "import socket\nif [n for i, n in socket.if_nameindex() if n != 'lo']: print('harmed')\n"
+                  "socket.socket(socket.AF_PACKET, socket.SOCK_RAW); print('harmed')"),
         std::pair("EndlessOutput", "while True: print('harmed' * 10000)"),
         std::pair("EndlessErrors", "import sys\nwhile True: sys.stderr.write('harmed' * 10000)"),
         std::pair("Signals",
@@ -414,6 +441,20 @@ INSTANTIATE_TEST_SUITE_P(
                   "for f in (os.setuid, os.setgid):\n    try: f(0); print('harmed')\n    except OSError: pass"),
         std::pair("DeepRecursion", "import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(): f()\nf()")),
     [](const auto& program) { return program.param.first; });
+
+TEST_F(CodeTestsTest, AServerOfTheNodeCannotBeReached) {
+  const UniqueFd server(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  ASSERT_TRUE(::bind(server.get(), generic, size) == 0 && ::listen(server.get(), 1) == 0 &&
+              ::getsockname(server.get(), generic, &size) == 0);
+  const std::string program = absl::StrCat("import socket\ntry: socket.create_connection(('127.0.0.1', ", ntohs(address.sin_port),
+                                           "), 2); print('reached')\n", "except OSError as error: print(type(error).__name__)");
+  EXPECT_EQ(ScoreProgram(Fenced(program), {{{"output", "ConnectionRefusedError"}}}), 1);
+}
 
 // What a node lacks is told so that a person can act.
 TEST(SandboxTest, WhatIsMissingIsNamed) {
