@@ -47,7 +47,8 @@ struct ExportOptions {
   bool best = false;    // of the best evaluation; else the newest
 };
 absl::Status Export(const Connection& connection, const Words& words, const ExportOptions& options);
-absl::Status ShowStatus(const Connection& connection, const Words& words);
+// Asks again while a daemon is not there, for at most `wait`.
+absl::Status ShowStatus(const Connection& connection, const Words& words, absl::Duration wait);
 // Prints a GRPOConfig of TRL as a job file, what was not kept as comments. Talks to no daemon.
 absl::Status ImportTrl(const Connection& connection, const Words& words);
 

@@ -272,19 +272,23 @@ absl::Status Export(const Connection& connection, const Words& words, const Expo
   return absl::OkStatus();
 }
 
-absl::Status ShowStatus(const Connection& connection, const Words&) {
-  auto rollout = connection.Rollout();
-  auto trainer = connection.Trainer();
+absl::Status ShowStatus(const Connection& connection, const Words&, absl::Duration wait) {
+  const absl::Time deadline = absl::Now() + wait;
   v1::RolloutStatus rollout_status;
   v1::TrainerStatus trainer_status;
-  auto rollout_context = connection.Context();
-  auto trainer_context = connection.Context();
-  const absl::Status rollout_reached =
-      CallStatus(rollout->GetStatus(rollout_context.get(), v1::RolloutStatusRequest(), &rollout_status), "rollout_server",
-                 connection.rollout_address);
-  const absl::Status trainer_reached =
-      CallStatus(trainer->GetStatus(trainer_context.get(), v1::TrainerStatusRequest(), &trainer_status), "trainer_server",
-                 connection.trainer_address);
+  absl::Status rollout_reached, trainer_reached;
+  while (true) {
+    auto rollout_context = connection.Context(), trainer_context = connection.Context();
+    rollout_reached =
+        CallStatus(connection.Rollout()->GetStatus(rollout_context.get(), v1::RolloutStatusRequest(), &rollout_status),
+                   "rollout_server", connection.rollout_address);
+    trainer_reached =
+        CallStatus(connection.Trainer()->GetStatus(trainer_context.get(), v1::TrainerStatusRequest(), &trainer_status),
+                   "trainer_server", connection.trainer_address);
+    const bool is_away = absl::IsUnavailable(rollout_reached) || absl::IsUnavailable(trainer_reached);
+    if (!is_away || absl::Now() >= deadline) break;
+    absl::SleepFor(absl::Milliseconds(200));
+  }
   if (connection.json) {
     if (rollout_reached.ok()) Print(absl::StrCat("{\"rollout_server\":", ToJson(rollout_status), "}"));
     if (trainer_reached.ok()) Print(absl::StrCat("{\"trainer_server\":", ToJson(trainer_status), "}"));

@@ -10,6 +10,7 @@
 ABSL_FLAG(std::string, trainer, "127.0.0.1:7070", "address of trainer_server");
 ABSL_FLAG(std::string, rollout, "127.0.0.1:7071", "address of rollout_server");
 ABSL_FLAG(absl::Duration, timeout, absl::Seconds(30), "limit of one call; streams are not bound by it");
+ABSL_FLAG(absl::Duration, wait, absl::ZeroDuration(), "status: wait so long for daemons that are starting, as 60s");
 ABSL_FLAG(bool, json, false, "print JSON, one object a line");
 ABSL_FLAG(bool, watch, false, "submit: follow the job until it ends");
 ABSL_FLAG(std::vector<std::string>, set, {},
@@ -138,7 +139,7 @@ int main(int argc, char** argv) {
   else if (command == "export")
     status = tandem::Export(connection, words, {absl::GetFlag(FLAGS_merged), absl::GetFlag(FLAGS_best)});
   else if (command == "status")
-    status = tandem::ShowStatus(connection, words);
+    status = tandem::ShowStatus(connection, words, absl::GetFlag(FLAGS_wait));
   else if (command == "import-trl")
     status = tandem::ImportTrl(connection, words);
   else if (command == "generate") {

@@ -390,6 +390,13 @@ TEST(PrintingTest, DataCountsAreOneLine) {
             "data: 100 rows: 80 trained, 10 held out, 10 left out as too long; 10 scored in evaluations");
 }
 
+TEST_F(ClientTest, StatusWaitsForDaemonsThatAreNotThere) {
+  connection_.trainer_address = connection_.rollout_address = "127.0.0.1:1";
+  const absl::Time begin = absl::Now();
+  EXPECT_TRUE(absl::IsUnavailable(ShowStatus(connection_, {}, absl::Milliseconds(500))));
+  EXPECT_GE(absl::Now() - begin, absl::Milliseconds(500));
+}
+
 TEST(ProgressTest, LineShowsStepRewardFunctionsLengthAndTimeLeft) {
   v1::StepMetrics metrics;
   metrics.set_step(4);
