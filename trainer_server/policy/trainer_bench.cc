@@ -41,7 +41,7 @@
 ABSL_FLAG(std::string, device, "cpu", "cpu or cuda");
 ABSL_FLAG(std::string, model, "", "model directory or GGUF file; empty: random weights in --shape");
 ABSL_FLAG(std::string, shape, "smollm2-135m", "smollm2-135m, qwen2.5-1.5b, llama-3.1-8b or qwen3-8b, where no model is named");
-ABSL_FLAG(std::string, weights, "auto", "auto (bf16 on a GPU, fp32 on the CPU), fp32, bf16, fp8 or nf4");
+ABSL_FLAG(std::string, weights, "auto", "auto (what the daemons take), fp32, bf16, fp8, fp8_block or nf4");
 ABSL_FLAG(double, memory_gib, 4, "memory for weights, trained state and the arena of activations");
 ABSL_FLAG(int, completions, 64, "completions of a step");
 ABSL_FLAG(int, group_size, 8, "completions that share a prompt");
@@ -121,18 +121,19 @@ absl::Status FillRandom(Device device, std::span<std::byte> weights) {
 }
 
 absl::StatusOr<BenchedModel> OpenModel(Device device, BenchPool* memory) {
-  StorageFormat format = device == Device::kCuda ? StorageFormat::kBf16 : StorageFormat::kFp32;
-  if (const std::string name = absl::GetFlag(FLAGS_weights); name != "auto") {
-    const std::optional<StorageFormat> named = ParseStorageFormat(name);
-    if (!named.has_value()) return absl::InvalidArgumentError(absl::StrCat("--weights=", name, ": auto, fp32, bf16, fp8 or nf4"));
-    format = *named;
+  const std::string name = absl::GetFlag(FLAGS_weights);
+  const std::optional<StorageFormat> wanted = ParseStorageFormat(name);  // none: auto
+  if (!wanted.has_value() && name != "auto") {
+    return absl::InvalidArgumentError(absl::StrCat("--weights=", name, ": auto, fp32, bf16, fp8, fp8_block or nf4"));
   }
+  StorageFormat format = wanted.value_or(device == Device::kCuda ? StorageFormat::kBf16 : StorageFormat::kFp32);
   BenchedModel model;
   std::unique_ptr<ModelSource> source;
   if (const std::string path = absl::GetFlag(FLAGS_model); path.empty()) {
     TANDEM_ASSIGN_OR_RETURN(model.config, ConfigOfShape(absl::GetFlag(FLAGS_shape)));
   } else {
     TANDEM_ASSIGN_OR_RETURN(source, ModelSource::Open(path));
+    TANDEM_ASSIGN_OR_RETURN(format, ChooseStorageFormat(wanted, device, *source));
     model.config = source->description().config;
   }
   TANDEM_RETURN_IF_ERROR(CheckStorageFormat(model.config, format));
