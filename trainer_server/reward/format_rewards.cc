@@ -73,6 +73,12 @@ std::string FoldCase(std::string_view text) {
   return folded;
 }
 
+std::string ToValidUtf8(std::string_view text) {
+  std::string valid;
+  icu::UnicodeString::fromUTF8(icu::StringPiece(text.data(), static_cast<int>(text.size()))).toUTF8String(valid);
+  return valid;
+}
+
 std::string_view TrimSpace(std::string_view text) {
   text = SkipSpace(text);
   return text.substr(0, text.find_last_not_of(kSpace) + 1);

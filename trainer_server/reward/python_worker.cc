@@ -8,6 +8,7 @@
 #include "common/base/log.h"
 #include "common/base/units.h"
 #include "trainer_server/reward/embedded_python.h"
+#include "trainer_server/reward/json_schema.h"
 #include "trainer_server/reward/reward_functions.h"
 
 namespace tandem {
@@ -127,7 +128,7 @@ class PythonWorkerPool::Worker {
         return Lost(WhyItEnded());
     }
     if (output.size() != 4 + FrameSize(output)) return Lost("its worker answered what is no frame");
-    nlohmann::json reply = nlohmann::json::parse(output.begin() + 4, output.end(), nullptr, /*allow_exceptions=*/false);
+    nlohmann::json reply = ParseJson(std::string_view(output).substr(4));
     if (!reply.is_object()) return Lost("its worker answered what is no JSON object");
     return reply;
   }

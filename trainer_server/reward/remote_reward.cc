@@ -8,7 +8,6 @@
 #include "common/rpc/channel.h"
 #include "proto/reward.grpc.pb.h"
 #include "trainer_server/reward/external_rewards.h"
-#include "unicode/unistr.h"
 
 namespace tandem {
 namespace {
@@ -17,13 +16,6 @@ constexpr std::size_t kMaxRowBytes = 256 << 10;
 constexpr std::size_t kPieceBytes = 256 << 10;
 constexpr std::uint32_t kMostAttempts = 100;
 constexpr absl::Duration kFirstPause = absl::Milliseconds(100), kLongestPause = absl::Seconds(10);
-
-// Protobuf takes no other text.
-std::string ToValidUtf8(std::string_view text) {
-  std::string valid;
-  icu::UnicodeString::fromUTF8(icu::StringPiece(text.data(), static_cast<int>(text.size()))).toUTF8String(valid);
-  return valid;
-}
 
 // Cancels a call when the trainer stops meanwhile.
 class CancelOnInterruption {

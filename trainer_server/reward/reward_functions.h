@@ -61,6 +61,9 @@ absl::Status RowFieldError(const std::string& field, const std::string& function
 // Unicode's full case folding.
 std::string FoldCase(std::string_view text);
 
+// Text with U+FFFD in place of what is no UTF-8.
+std::string ToValidUtf8(std::string_view text);
+
 // Text without the ASCII space around it.
 std::string_view TrimSpace(std::string_view text);
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_join.h"
+#include "trainer_server/reward/reward_functions.h"
 #include "trainer_server/reward/spread.h"
 
 namespace tandem {
@@ -14,6 +15,11 @@ namespace {
 absl::Status CheckCount(std::size_t count) {
   if (count >= 1 && count <= RewardSet::kMaxFunctions) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("rewards: ", count, " functions, must be 1 to ", RewardSet::kMaxFunctions));
+}
+
+// Functions tell what they were told by programs, cut where it was too long.
+absl::Status Printable(const absl::Status& status) {
+  return absl::Status(status.code(), ToValidUtf8(std::string(status.message())));
 }
 
 }  // namespace
@@ -61,7 +67,9 @@ absl::StatusOr<RewardTable> RewardSet::Score(std::span<const RewardInput> comple
   RewardTable table(completions.size(), std::vector<std::optional<double>>(size()));
   if (completions.empty()) return table;
   for (std::size_t k = 0; k < size(); ++k) {
-    TANDEM_ASSIGN_OR_RETURN(const RewardColumn rewards, functions_[k]->Score(completions, call));
+    const absl::StatusOr<RewardColumn> scored = functions_[k]->Score(completions, call);
+    if (!scored.ok()) return Printable(scored.status());
+    const RewardColumn& rewards = *scored;
     if (rewards.size() != completions.size()) {
       return absl::InvalidArgumentError(absl::StrCat("reward function '", names_[k], "' gave ", rewards.size(), " values for ",
                                                      completions.size(), " completions"));
@@ -87,7 +95,7 @@ absl::Status RewardSet::Check() const {
     faults.push_back(absl::StrCat("rewards[", k, "] '", names_[k], "': ", checked.message()));
   }
   if (faults.empty()) return absl::OkStatus();
-  const std::string text = absl::StrJoin(faults, "\n");
+  const std::string text = ToValidUtf8(absl::StrJoin(faults, "\n"));
   return is_lacking ? absl::FailedPreconditionError(text) : absl::InvalidArgumentError(text);
 }
 

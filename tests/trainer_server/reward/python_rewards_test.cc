@@ -224,6 +224,19 @@ TEST_F(PythonRewardsTest, WorkersThatAreLostAreNamedAndReplaced) {
   }
 }
 
+TEST_F(PythonRewardsTest, MessagesAreTextWhateverAWorkerWrote) {
+  google::protobuf::RepeatedPtrField<v1::RewardConfig> configs;
+  const std::string program = "import os\ndef f(**kwargs):\n    os.write(2, b'last \\xff\\xfe words')\n    os._exit(9)\n";
+  *configs.Add() =
+      Config(absl::StrCat("weight: 1 python_function { content: '", Store(program), "' function: 'f' max_attempts: 1 }"));
+  const auto rewards = RewardSet::Create(configs, surroundings_);
+  ASSERT_TRUE(rewards.ok()) << rewards.status();
+  const Json row = {{"prompt", "say"}};
+  const RewardInput input{.row = &row, .completion = "a"};
+  EXPECT_THAT(std::string(rewards->Score({&input, 1}).status().message()),
+              HasSubstr("code 9: last \xef\xbf\xbd\xef\xbf\xbd words"));
+}
+
 TEST_F(PythonRewardsTest, ALostCallIsTriedAgainOnAFreshWorker) {
   // Dies at its first call in a process that has the odd clock value; the values do not depend on it.
   const std::string program =
