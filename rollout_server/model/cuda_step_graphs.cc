@@ -9,6 +9,19 @@
 #include "common/gpu/device.h"
 
 namespace tandem {
+namespace {
+
+// A kernel of a graph takes about 2 KiB, and the driver takes memory in pieces of some MiB. More than that is another process's,
+// whose context may well come while this one captures its first steps.
+constexpr std::uint64_t kMostKernelBytes = 8 << 10, kMostPieceBytes = 8 << 20;
+
+std::uint64_t MostBytesOf(cudaGraph_t graph) {
+  std::size_t num_kernels = 0;
+  if (cudaGraphGetNodes(graph, nullptr, &num_kernels) != cudaSuccess) (void)cudaGetLastError();
+  return num_kernels * kMostKernelBytes + kMostPieceBytes;
+}
+
+}  // namespace
 
 StepGraphs::~StepGraphs() {
   while (!graphs_.empty()) Drop(graphs_.begin());
@@ -48,13 +61,15 @@ absl::Status StepGraphs::Capture(const std::function<absl::Status()>& enqueue, G
   const absl::StatusOr<DeviceMemoryUse> before = DriverMemory(Device::kCuda);
   cudaGraphExec_t executable = nullptr;
   if (status.ok()) status = CudaToStatus(cudaGraphInstantiate(&executable, captured, 0), "capturing a step: instantiation");
+  const std::uint64_t most_bytes = captured == nullptr ? 0 : MostBytesOf(captured);
   if (captured != nullptr) (void)cudaGraphDestroy(captured);
   if (status.ok()) status = CudaToStatus(cudaGraphUpload(executable, stream), "capturing a step: upload");
   graph->executable = executable;
   if (executable != nullptr) ++num_graphs_;
   const absl::StatusOr<DeviceMemoryUse> after = DriverMemory(Device::kCuda);
-  // Others of the card may take or give back memory in between: then too much is counted, or nothing.
-  if (before.ok() && after.ok() && before->free_bytes > after->free_bytes) bytes_ += before->free_bytes - after->free_bytes;
+  if (before.ok() && after.ok() && before->free_bytes > after->free_bytes) {
+    bytes_ += std::min(before->free_bytes - after->free_bytes, most_bytes);
+  }
   if (!status.ok()) (void)cudaGetLastError();  // what a failed capture leaves behind is told in the status
   return status;
 }

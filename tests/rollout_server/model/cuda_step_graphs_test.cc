@@ -2,7 +2,12 @@
 #include "rollout_server/model/cuda_step_graphs.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
+#include <memory>
+#include <thread>
+#include <vector>
 
 #include "common/base/units.h"
 #include "common/gpu/stream.h"
@@ -153,6 +158,28 @@ TEST_F(StepGraphsTest, StaysWithinItsBytesAndKeepsWhatRanLast) {
   run_all(&graphs);
   EXPECT_EQ(graphs.num_graphs(), static_cast<std::size_t>(kGraphs));
   EXPECT_GT(before - std::min(before, free_bytes()), kLimit + kPiece) << "what the limit kept away";
+}
+
+// As when the other daemon makes its context while this one captures its first steps.
+TEST_F(StepGraphsTest, MemoryThatOthersTakeIsNotTakenForTheGraphs) {
+  constexpr std::int64_t kGraphs = 8;
+  std::atomic<bool> is_done = false;
+  std::vector<std::unique_ptr<DeviceBytes>> taken;
+  std::thread other([&] {
+    while (!is_done && taken.size() < 200) {
+      taken.push_back(std::make_unique<DeviceBytes>(64 * kMiB));
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  });
+  StepGraphs graphs(stream_->handle(), {});
+  for (std::int64_t rows = 0; rows < kGraphs; ++rows) {
+    for (int run = 0; run < 2; ++run) EXPECT_EQ(Run(&graphs, {.num_rows = rows}, 1, kNodes), absl::OkStatus());
+  }
+  is_done = true;
+  other.join();
+  std::printf("%zu x 64 MiB taken beside %zu graphs of %zu kernels: %s counted\n", taken.size(), graphs.num_graphs(), kNodes,
+              FormatBytes(graphs.bytes()).c_str());
+  EXPECT_EQ(graphs.num_graphs(), static_cast<std::size_t>(kGraphs));
 }
 
 }  // namespace
