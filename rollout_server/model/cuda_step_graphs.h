@@ -3,8 +3,9 @@
 // kernels read must lie at the same places every time. Confined to the engine thread.
 //
 // Graphs lie in device memory outside the pool, which the driver takes in pieces and keeps for later graphs when one is dropped.
-// What it takes is measured as graphs are made, as far as a graph of so many kernels can have taken it. When that passes the limit, no more graphs than there were before are kept from
-// then on, those that ran last: new ones are made in the memory of the others.
+// What it takes is measured as graphs are made, as far as a graph of so many kernels can have taken it. When that passes the
+// limit, no more graphs than there were before are kept from then on, those that ran last: new ones are made in the memory of
+// the others.
 #pragma once
 
 #include <cstddef>
