@@ -196,9 +196,7 @@ TEST(RecoveryTest, EveryRecipesStateSurvivesDeath) {
   EXPECT_EQ(kills, 8) << "the job ended too early to be disturbed";
   ExpectSucceeds(pair.get(), job);
   const std::string trajectory = pair->Trajectory(job);
-  if (TestDevice() == Device::kCpu) {
-    EXPECT_EQ(trajectory, undisturbed);
-  }
+  if (TestDevice() == Device::kCpu) { EXPECT_EQ(trajectory, undisturbed); }
   EXPECT_EQ(std::count(trajectory.begin(), trajectory.end(), '\n'), std::count(undisturbed.begin(), undisturbed.end(), '\n'));
 }
 
