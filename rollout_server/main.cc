@@ -16,6 +16,7 @@
 #include "common/model/model_source.h"
 #include "common/model/prompt_encoder.h"
 #include "common/rpc/daemon.h"
+#include "common/rpc/node_watch.h"
 #include "common/sharing/pool_member.h"
 #include "rollout_server/engine/engine.h"
 #include "rollout_server/model/decoder_model.h"
@@ -53,13 +54,15 @@ std::vector<v1::OwnedBytes> Ledger(const PoolMember& pool, std::uint64_t kv_cach
   return ledger;
 }
 
-// The regions are fixed for life; how the elastic one is split is in the lease and in tandem_kv_cache_usage_perc.
-void ReportMemory(const PoolMember& pool, Metrics* metrics) {
-  for (const v1::OwnedBytes& owned : pool.RegionLedger()) {
-    if (!owned.in_pool()) continue;
-    metrics->SetGauge("tandem_memory_bytes", "Memory of the pool by owner", {{"owner", owned.owner()}},
-                      static_cast<double>(owned.bytes()));
-  }
+// The standing region by owner.
+std::vector<v1::OwnedBytes> StandingLedger(const PoolMember& pool, const v1::RolloutMemory& memory) {
+  std::vector<v1::OwnedBytes> ledger(memory.standing().begin(), memory.standing().end());
+  std::uint64_t free_bytes = pool.region(v1::REGION_KIND_ROLLOUT_STANDING).size();
+  for (const v1::OwnedBytes& owned : ledger) free_bytes -= std::min(free_bytes, owned.bytes());
+  v1::OwnedBytes& free = ledger.emplace_back();
+  free.set_owner("free");
+  free.set_bytes(free_bytes);
+  return ledger;
 }
 
 constexpr absl::Duration kMaxCaptureTime = absl::Seconds(1);  // of a start, which a job may wait for
@@ -185,6 +188,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   EngineOptions engine_options;
   engine_options.num_blocks = num_blocks;
   engine_options.block_tokens = block_tokens;
+  engine_options.block_bytes = block_bytes;
   engine_options.max_batch_tokens = absl::GetFlag(FLAGS_max_batch_tokens);
   engine_options.max_sequences = absl::GetFlag(FLAGS_max_sequences);
   engine_options.max_waiting_sequences = absl::GetFlag(FLAGS_max_waiting_sequences);
@@ -206,7 +210,8 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
                             .max_sequences = static_cast<std::uint64_t>(absl::GetFlag(FLAGS_max_waiting_sequences))};
   service_options.config = description.config;
   service_options.device = manifest.device_uuid();
-  service_options.memory = DescribeMemory(description.config, device_options);
+  const v1::RolloutMemory memory = DescribeMemory(description.config, device_options);
+  service_options.memory = memory;
   service_options.trainer_region = pool->region(v1::REGION_KIND_TRAINER_STANDING);
   service_options.trainer_region_begin_bytes = pool->offset_of(service_options.trainer_region.data());
   service_options.pool_device = pool->device();
@@ -228,7 +233,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
       TANDEM_LOG(kError, "main", status.ToString());
     }
   };
-  ReportMemory(*pool, metrics.get());
+  ExportMemory(*pool, v1::ROLE_ROLLOUT, StandingLedger(*pool, memory), metrics.get());
   return Daemon::Serve(
       config, metrics.get(), pool.get(), {&service, pool->service()}, [&](int) { pool->Offer(events); },
       [&] { return engine->error(); },

@@ -7,7 +7,11 @@
 #include <prometheus/registry.h>
 #include <prometheus/text_serializer.h>
 
+#include <algorithm>
 #include <exception>
+#include <map>
+#include <set>
+#include <type_traits>
 #include <utility>
 
 #include "common/base/check.h"
@@ -21,25 +25,29 @@ template <typename T>
 struct Families {
   struct Entry {
     prometheus::Family<T>* family = nullptr;
-    std::vector<double> buckets;
-    std::map<Metrics::Labels, T*> series;
+    std::map<Metrics::LabelValues, T*> series;
   };
-  std::map<std::string, Entry> by_name;
+  std::map<const Metric*, Entry> by_metric;
 
   void RemoveLabel(const std::string& label, const std::string& value) {
-    for (auto& [name, entry] : by_name) {
-      for (auto it = entry.series.begin(); it != entry.series.end();) {
-        const auto found = it->first.find(label);
-        if (found != it->first.end() && found->second == value) {
-          entry.family->Remove(it->second);
-          it = entry.series.erase(it);
-        } else {
-          ++it;
-        }
-      }
+    for (auto& [metric, entry] : by_metric) {
+      const auto found = std::ranges::find(metric->labels, label);
+      if (found == metric->labels.end()) continue;
+      const auto index = static_cast<std::size_t>(found - metric->labels.begin());
+      std::erase_if(entry.series, [&](const auto& item) {
+        if (item.first[index] != value) return false;
+        entry.family->Remove(item.second);
+        return true;
+      });
     }
   }
 };
+
+prometheus::Labels NamedLabels(const Metric& metric, const Metrics::LabelValues& values) {
+  prometheus::Labels labels;
+  for (std::size_t i = 0; i < values.size(); ++i) labels.emplace(metric.labels[i], values[i]);
+  return labels;
+}
 
 class PrometheusMetrics final : public Metrics {
  public:
@@ -57,43 +65,37 @@ class PrometheusMetrics final : public Metrics {
     return absl::OkStatus();
   }
 
-  void SetGauge(const std::string& name, const std::string& help, const Labels& labels, double value) override {
+  void SetGauge(const Metric& metric, const LabelValues& labels, double value) override {
     MutexLock lock(&mutex_);
-    auto& entry = gauges_.by_name[name];
-    if (entry.family == nullptr) {
-      ClaimName(name, 'g');
-      entry.family = &prometheus::BuildGauge().Name(name).Help(help).Register(*registry_);
-    }
-    auto [it, is_new] = entry.series.try_emplace(labels, nullptr);
-    if (is_new) it->second = &entry.family->Add(labels);
-    it->second->Set(value);
+    if (prometheus::Gauge* const gauge = Series(&gauges_, metric, labels)) gauge->Set(value);
   }
 
-  void AddCounter(const std::string& name, const std::string& help, const Labels& labels, double value) override {
-    TANDEM_CHECK(value >= 0, "counter ", name, " lowered by ", value);
+  void ReplaceGauges(const Metric& metric, const std::vector<std::pair<LabelValues, double>>& values) override {
     MutexLock lock(&mutex_);
-    auto& entry = counters_.by_name[name];
-    if (entry.family == nullptr) {
-      ClaimName(name, 'c');
-      entry.family = &prometheus::BuildCounter().Name(name).Help(help).Register(*registry_);
+    std::set<prometheus::Gauge*> kept;
+    for (const auto& [labels, value] : values) {
+      prometheus::Gauge* const gauge = Series(&gauges_, metric, labels);
+      if (gauge == nullptr) continue;
+      gauge->Set(value);
+      kept.insert(gauge);
     }
-    auto [it, is_new] = entry.series.try_emplace(labels, nullptr);
-    if (is_new) it->second = &entry.family->Add(labels);
-    it->second->Increment(value);
+    auto& entry = gauges_.by_metric[&metric];
+    std::erase_if(entry.series, [&](const auto& item) {
+      if (kept.contains(item.second)) return false;
+      entry.family->Remove(item.second);
+      return true;
+    });
   }
 
-  void Observe(const std::string& name, const std::string& help, const Labels& labels, const std::vector<double>& buckets,
-               double value) override {
+  void AddCounter(const Metric& metric, const LabelValues& labels, double value) override {
+    TANDEM_CHECK(value >= 0, "counter ", std::string(metric.name), " lowered by ", value);
     MutexLock lock(&mutex_);
-    auto& entry = histograms_.by_name[name];
-    if (entry.family == nullptr) {
-      ClaimName(name, 'h');
-      entry.family = &prometheus::BuildHistogram().Name(name).Help(help).Register(*registry_);
-      entry.buckets = buckets;
-    }
-    auto [it, is_new] = entry.series.try_emplace(labels, nullptr);
-    if (is_new) it->second = &entry.family->Add(labels, entry.buckets);
-    it->second->Observe(value);
+    if (prometheus::Counter* const counter = Series(&counters_, metric, labels)) counter->Increment(value);
+  }
+
+  void Observe(const Metric& metric, const LabelValues& labels, double value) override {
+    MutexLock lock(&mutex_);
+    if (prometheus::Histogram* const histogram = Series(&histograms_, metric, labels)) histogram->Observe(value);
   }
 
   void RemoveLabel(const std::string& label, const std::string& value) override {
@@ -107,15 +109,46 @@ class PrometheusMetrics final : public Metrics {
   std::string Text() const override { return prometheus::TextSerializer().Serialize(registry_->Collect()); }
 
  private:
-  // Prometheus throws when a name comes back with another type: only a bug of ours can do that.
-  void ClaimName(const std::string& name, char type) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    const auto [it, is_new] = types_.try_emplace(name, type);
-    TANDEM_CHECK(is_new, "metric ", name, " is used with two types");
+  // Prometheus throws when a name comes back with another type, and a family with other labels: only a bug of ours can do that.
+  // Null: the family has kMaxSeries.
+  template <typename T>
+  T* Series(Families<T>* families, const Metric& metric, const LabelValues& labels) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    constexpr Metric::Type kType = std::is_same_v<T, prometheus::Gauge>     ? Metric::Type::kGauge
+                                   : std::is_same_v<T, prometheus::Counter> ? Metric::Type::kCounter
+                                                                            : Metric::Type::kHistogram;
+    const std::string name(metric.name);
+    TANDEM_CHECK(metric.type == kType, "metric ", name, " is used with two types");
+    TANDEM_CHECK(metric.num_labels() == labels.size(), "metric ", name, " has ", metric.num_labels(), " labels, was given ",
+                 labels.size());
+    auto& entry = families->by_metric[&metric];
+    if (entry.family == nullptr) {
+      TANDEM_CHECK(names_.insert(metric.name).second, "metric ", name, " is declared twice");
+      entry.family = &Builder<T>().Name(name).Help(std::string(metric.help)).Register(*registry_);
+    }
+    if (const auto found = entry.series.find(labels); found != entry.series.end()) return found->second;
+    if (entry.series.size() == kMaxSeries) {
+      Series(&counters_, kSeriesRefusedTotal, {})->Increment();
+      return nullptr;
+    }
+    T* series = nullptr;
+    if constexpr (std::is_same_v<T, prometheus::Histogram>) {
+      series = &entry.family->Add(NamedLabels(metric, labels),
+                                  prometheus::Histogram::BucketBoundaries(metric.buckets.begin(), metric.buckets.end()));
+    } else {
+      series = &entry.family->Add(NamedLabels(metric, labels));
+    }
+    return entry.series[labels] = series;
+  }
+  template <typename T>
+  static auto Builder() {
+    if constexpr (std::is_same_v<T, prometheus::Gauge>) return prometheus::BuildGauge();
+    if constexpr (std::is_same_v<T, prometheus::Counter>) return prometheus::BuildCounter();
+    if constexpr (std::is_same_v<T, prometheus::Histogram>) return prometheus::BuildHistogram();
   }
 
   const std::shared_ptr<prometheus::Registry> registry_ = std::make_shared<prometheus::Registry>();
   Mutex mutex_;
-  std::map<std::string, char> types_ ABSL_GUARDED_BY(mutex_);
+  std::set<std::string_view> names_ ABSL_GUARDED_BY(mutex_);
   Families<prometheus::Gauge> gauges_ ABSL_GUARDED_BY(mutex_);
   Families<prometheus::Counter> counters_ ABSL_GUARDED_BY(mutex_);
   Families<prometheus::Histogram> histograms_ ABSL_GUARDED_BY(mutex_);

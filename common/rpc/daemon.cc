@@ -20,6 +20,7 @@
 #include "common/base/log.h"
 #include "common/base/units.h"
 #include "common/gpu/device_code.h"
+#include "common/rpc/node_watch.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/health_check_service_interface.h"
 
@@ -107,57 +108,6 @@ void EndIfPoisoned(Device device) {
              ": the device context is poisoned: ", health.ToString());
   std::_Exit(kPoisonedContextExitCode);
 }
-
-// Watches the GPU beside a daemon that serves. Confined to the thread of Serve; on the CPU it does nothing.
-class DeviceWatch {
- public:
-  DeviceWatch(const PoolMember* pool, Metrics* metrics) : pool_(pool), metrics_(metrics) {
-    if (IsOnDevice()) pool_bytes_ = PoolBytes();
-  }
-
-  // Cheap; does something twice a second.
-  void Look() {
-    if (!IsOnDevice() || absl::Now() - looked_ < kInterval) return;
-    looked_ = absl::Now();
-    EndIfPoisoned(pool_->device());
-    if (const absl::StatusOr<DeviceMemoryUse> use = DriverMemory(pool_->device()); use.ok()) Report(*use);
-  }
-
- private:
-  static constexpr absl::Duration kInterval = absl::Milliseconds(500);
-  static constexpr std::uint64_t kNotableBytes = 32 * kMiB;
-
-  bool IsOnDevice() const { return pool_ != nullptr && pool_->device() == Device::kCuda; }
-  std::uint64_t PoolBytes() const {
-    std::uint64_t bytes = 0;
-    for (const v1::OwnedBytes& owned : pool_->RegionLedger()) bytes += owned.in_pool() ? owned.bytes() : 0;
-    return bytes;
-  }
-  void Report(const DeviceMemoryUse& use) {
-    const auto set = [&](const char* kind, std::uint64_t bytes) {
-      metrics_->SetGauge("tandem_device_memory_bytes",
-                         "Memory of the GPU as the driver counts it, of all processes; outside_pool: used and not the pool",
-                         {{"kind", kind}}, static_cast<double>(bytes));
-    };
-    const std::uint64_t used_bytes = use.total_bytes - use.free_bytes;
-    const std::uint64_t outside_bytes = used_bytes - std::min(used_bytes, pool_bytes_);
-    set("total", use.total_bytes);
-    set("free", use.free_bytes);
-    set("outside_pool", outside_bytes);
-    const std::uint64_t moved_bytes = std::max(outside_bytes, logged_bytes_) - std::min(outside_bytes, logged_bytes_);
-    if (moved_bytes < kNotableBytes) return;
-    TANDEM_LOG(kInfo, "daemon", "device memory outside the pool=", FormatBytes(outside_bytes), " (all processes; was ",
-               FormatBytes(logged_bytes_), ") pool=", FormatBytes(pool_bytes_), " free=", FormatBytes(use.free_bytes),
-               " total=", FormatBytes(use.total_bytes));
-    logged_bytes_ = outside_bytes;
-  }
-
-  const PoolMember* const pool_;
-  Metrics* const metrics_;
-  std::uint64_t pool_bytes_ = 0;
-  std::uint64_t logged_bytes_ = 0;  // outside the pool, when last told
-  absl::Time looked_ = absl::InfinitePast();
-};
 
 // "127.0.0.1:0" with the port that was picked.
 std::string WithPort(const std::string& address, int port) {
@@ -265,12 +215,12 @@ int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember
              " metrics=", config.metrics_address.empty() ? "off" : WithPort(config.metrics_address, metrics->port()));
   started(port);
   absl::Status background;
-  DeviceWatch device(pool, metrics);
+  NodeWatch node(pool, config.data_dir, metrics);
   while (stop_signal == 0) {
     background = failed();
     if (background.ok() && pool != nullptr) background = pool->health();
     if (!background.ok()) break;
-    device.Look();
+    if (node.Look() && pool != nullptr) EndIfPoisoned(pool->device());
     absl::SleepFor(absl::Milliseconds(50));
   }
   if (pool != nullptr) EndIfPoisoned(pool->device());

@@ -283,6 +283,7 @@ bool Engine::Step() {
 // Hands the lane's next step over and then finishes the one before, which is done while the next one runs. The order is the same
 // whatever the other lane does, so that a unit's plans are its own.
 bool Engine::StepLane(Lane lane) {
+  metrics_.EndStage(nullptr);
   StepPlan plan = scheduler_.Schedule(lane);
   ReportAdmissions(plan);
   metrics_.CountPreemptions(static_cast<std::uint32_t>(plan.preempted.size()));
@@ -291,7 +292,9 @@ bool Engine::StepLane(Lane lane) {
     FinishStep(lane);
     return has_step;
   }
+  metrics_.EndStage("schedule");
   absl::StatusOr<StepUnderWay> next = StartStep(plan);
+  metrics_.EndStage("model");
   FinishStep(lane);
   if (is_device_lost_) return true;
   if (!next.ok()) {
@@ -373,7 +376,9 @@ void Engine::FinishStep(Lane lane) {
   if (found == under_way_.end()) return;
   const StepUnderWay step = std::move(found->second);
   under_way_.erase(found);
+  metrics_.EndStage(nullptr);
   const std::vector<absl::StatusOr<DrawnToken>> tokens = sampler_->Collect(step.draw);
+  metrics_.EndStage("sample");
   const bool has_failed = std::any_of(tokens.begin(), tokens.end(), [](const auto& token) { return !token.ok(); });
   if (has_failed && IsDeviceLost()) return;
   std::uint32_t num_drawn = 0;
@@ -396,6 +401,7 @@ void Engine::FinishStep(Lane lane) {
   const absl::Time now = absl::Now();
   metrics_.ObserveStep(lane == Lane::kUnit ? "unit" : "shared", now - std::max(step.begin, finished_), step.plan.num_tokens);
   finished_ = now;
+  metrics_.EndStage("finish");
 }
 
 void Engine::FinishToken(const StepUnderWay::Row& row, const DrawnToken& token) {
@@ -591,8 +597,10 @@ void Engine::PublishStatus() {
                                .kv_blocks_peak = allocator_.peak_used()};
   metrics_.SetLoad({.running = status.running_sequences,
                     .waiting = status.waiting_sequences,
+                    .max_waiting = options_.max_waiting_sequences,
                     .kv_blocks_used = status.kv_blocks_used,
                     .kv_blocks = status.kv_blocks_total,
+                    .kv_block_bytes = options_.block_bytes,
                     .is_paused = status.is_paused,
                     .queued_commands = commands_.size()});
   MutexLock lock(&mutex_);

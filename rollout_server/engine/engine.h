@@ -42,6 +42,7 @@ namespace tandem {
 struct EngineOptions {
   int num_blocks = 0;
   int block_tokens = 16;
+  std::uint64_t block_bytes = 0;  // for metrics; 0: not known
   int max_batch_tokens = 2048;
   int max_sequences = 256;
   int max_waiting_sequences = 16384;

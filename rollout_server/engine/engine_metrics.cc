@@ -1,5 +1,9 @@
 #include "rollout_server/engine/engine_metrics.h"
 
+#include <algorithm>
+
+#include "absl/time/clock.h"
+
 namespace tandem {
 namespace {
 
@@ -16,69 +20,61 @@ const char* ReasonLabel(v1::FinishReason reason) {
   }
 }
 
-const std::vector<double>& SecondsBuckets() {
-  static const std::vector<double> buckets = {0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60};
-  return buckets;
-}
-
 }  // namespace
 
-EngineMetrics::EngineMetrics(Metrics* metrics) : metrics_(metrics) {
+EngineMetrics::EngineMetrics(Metrics* metrics) : metrics_(metrics), stage_begin_(absl::Now()) {
   // Counters exist from the start, so that a rate over them is known before the first event.
   CountPrompt(0);
   CountTokens(0);
   CountPreemptions(0);
   CountPrefixCache(0, 0);
-  metrics_->AddCounter("tandem_rollout_bad_logits_total", "Sequences ended because their logits were not numbers", {}, 0);
+  metrics_->AddCounter(kRolloutBadLogitsTotal, {}, 0);
 }
 
 void EngineMetrics::SetLoad(const Load& load) {
-  metrics_->SetGauge("tandem_num_requests_running", "Sequences in the running batch", {}, load.running);
-  metrics_->SetGauge("tandem_num_requests_waiting", "Sequences waiting for room", {}, load.waiting);
-  metrics_->SetGauge("tandem_kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", {},
-                     load.kv_blocks == 0 ? 0 : static_cast<double>(load.kv_blocks_used) / load.kv_blocks);
-  metrics_->SetGauge("tandem_rollout_paused", "1 while the trainer holds the elastic memory", {}, load.is_paused ? 1 : 0);
-  metrics_->SetGauge("tandem_rollout_queued_commands", "Batches, cancellations and publications that the engine has yet to see",
-                     {}, static_cast<double>(load.queued_commands));
+  metrics_->SetGauge(kNumRequestsRunning, {}, load.running);
+  metrics_->SetGauge(kNumRequestsWaiting, {}, load.waiting);
+  metrics_->SetGauge(kMaxRequestsWaiting, {}, load.max_waiting);
+  metrics_->SetGauge(kKvCacheUsage, {}, load.kv_blocks == 0 ? 0 : static_cast<double>(load.kv_blocks_used) / load.kv_blocks);
+  if (load.kv_block_bytes > 0) {
+    const auto block_bytes = static_cast<double>(load.kv_block_bytes);
+    metrics_->SetGauge(kKvCacheBytes, {"used"}, load.is_paused ? 0 : load.kv_blocks_used * block_bytes);
+    metrics_->SetGauge(kKvCacheBytes, {"total"}, load.kv_blocks * block_bytes);
+  }
+  metrics_->SetGauge(kRolloutPaused, {}, load.is_paused ? 1 : 0);
+  metrics_->SetGauge(kRolloutQueuedCommands, {}, static_cast<double>(load.queued_commands));
 }
 
-void EngineMetrics::CountPrompt(std::uint32_t tokens) {
-  metrics_->AddCounter("tandem_prompt_tokens_total", "Prompt tokens of admitted groups", {}, tokens);
-}
-void EngineMetrics::CountTokens(std::uint32_t tokens) {
-  metrics_->AddCounter("tandem_generation_tokens_total", "Tokens drawn", {}, tokens);
-}
-void EngineMetrics::CountPreemptions(std::uint32_t sequences) {
-  metrics_->AddCounter("tandem_num_preemptions_total", "Sequences preempted for want of KV blocks", {}, sequences);
-}
+void EngineMetrics::CountPrompt(std::uint32_t tokens) { metrics_->AddCounter(kPromptTokensTotal, {}, tokens); }
+void EngineMetrics::CountTokens(std::uint32_t tokens) { metrics_->AddCounter(kGenerationTokensTotal, {}, tokens); }
+void EngineMetrics::CountPreemptions(std::uint32_t sequences) { metrics_->AddCounter(kNumPreemptionsTotal, {}, sequences); }
 void EngineMetrics::CountPrefixCache(std::uint32_t queried_tokens, std::uint32_t hit_tokens) {
-  metrics_->AddCounter("tandem_prefix_cache_queries_total", "Tokens looked up in the prefix cache", {}, queried_tokens);
-  metrics_->AddCounter("tandem_prefix_cache_hits_total", "Tokens found in the prefix cache", {}, hit_tokens);
+  metrics_->AddCounter(kPrefixCacheQueriesTotal, {}, queried_tokens);
+  metrics_->AddCounter(kPrefixCacheHitsTotal, {}, hit_tokens);
 }
 void EngineMetrics::CountFinished(v1::FinishReason reason) {
-  metrics_->AddCounter("tandem_request_success_total", "Completions by how they ended",
-                       {{"finished_reason", ReasonLabel(reason)}}, 1);
+  metrics_->AddCounter(kRequestSuccessTotal, {ReasonLabel(reason)}, 1);
 }
-void EngineMetrics::CountBadLogits() {
-  metrics_->AddCounter("tandem_rollout_bad_logits_total", "Sequences ended because their logits were not numbers", {}, 1);
-}
+void EngineMetrics::CountBadLogits() { metrics_->AddCounter(kRolloutBadLogitsTotal, {}, 1); }
 void EngineMetrics::ObserveStep(const char* lane, absl::Duration duration, std::uint32_t tokens) {
-  metrics_->Observe("tandem_rollout_step_duration_seconds", "One engine step", {{"lane", lane}}, SecondsBuckets(),
-                    absl::ToDoubleSeconds(duration));
-  metrics_->AddCounter("tandem_rollout_step_tokens_total", "Tokens computed, prompts and recomputation included",
-                       {{"lane", lane}}, tokens);
+  metrics_->Observe(kRolloutStepDurationSeconds, {lane}, absl::ToDoubleSeconds(duration));
+  metrics_->AddCounter(kRolloutStepTokensTotal, {lane}, tokens);
+}
+void EngineMetrics::EndStage(const char* stage) {
+  const absl::Time now = absl::Now();
+  // The clock may have been set back.
+  const absl::Duration spent = std::max(now - stage_begin_, absl::ZeroDuration());
+  if (stage != nullptr) metrics_->AddCounter(kRolloutStageSecondsTotal, {stage}, absl::ToDoubleSeconds(spent));
+  stage_begin_ = now;
 }
 void EngineMetrics::ObserveFirstToken(absl::Duration since_arrival) {
-  metrics_->Observe("tandem_time_to_first_token_seconds", "From arrival to the first token", {}, SecondsBuckets(),
-                    absl::ToDoubleSeconds(since_arrival));
+  metrics_->Observe(kTimeToFirstTokenSeconds, {}, absl::ToDoubleSeconds(since_arrival));
 }
 void EngineMetrics::ObserveNextToken(absl::Duration since_last) {
-  metrics_->Observe("tandem_inter_token_latency_seconds", "Between two tokens of a sequence", {}, SecondsBuckets(),
-                    absl::ToDoubleSeconds(since_last));
+  metrics_->Observe(kInterTokenLatencySeconds, {}, absl::ToDoubleSeconds(since_last));
 }
 void EngineMetrics::SetVersion(const std::string& job, std::uint64_t weight_version) {
-  metrics_->SetGauge("tandem_rollout_weight_version", "Active weight version of a job", {{"job", job}},
-                     static_cast<double>(weight_version));
+  metrics_->SetGauge(kRolloutWeightVersion, {job}, static_cast<double>(weight_version));
 }
 void EngineMetrics::ForgetJob(const std::string& job) { metrics_->RemoveLabel("job", job); }
 

@@ -6,6 +6,8 @@
 
 #include "absl/time/clock.h"
 #include "common/base/log.h"
+#include "common/rpc/node_watch.h"
+#include "trainer_server/job/job_metrics.h"
 
 namespace tandem {
 
@@ -94,7 +96,7 @@ void JobRunner::Changed(const std::string& running_job, const std::string& phase
     ++change_;
     changed_.SignalAll();
   }
-  ExportLedger();
+  ExportState();
 }
 
 std::vector<v1::OwnedBytes> JobRunner::Ledger() const {
@@ -106,10 +108,11 @@ std::vector<v1::OwnedBytes> JobRunner::Ledger() const {
   return ledger;
 }
 
-void JobRunner::ExportLedger() const {
-  for (const v1::OwnedBytes& entry : Ledger()) {
-    environment_.metrics->SetGauge("tandem_memory_bytes", "Memory by owner.", {{"owner", entry.owner()}},
-                                   static_cast<double>(entry.bytes()));
+void JobRunner::ExportState() const {
+  ExportMemory(*environment_.member, v1::ROLE_TRAINER, environment_.standing->Ledger(), environment_.metrics);
+  const std::string now = phase();
+  for (const char* phase : {"rollout", "training", "idle"}) {
+    environment_.metrics->SetGauge(kPhase, {phase}, now == phase ? 1 : 0);
   }
 }
 
@@ -158,6 +161,10 @@ absl::Status JobRunner::RunNext() {
 
 void JobRunner::RunJob(const StoredJob& job) {
   const std::string& name = job.status.job();
+  environment_.metrics->SetGauge(kJobRunning, {name}, 1);
+  environment_.metrics->SetGauge(kNumSteps, {name}, job.status.num_steps());
+  environment_.metrics->SetGauge(kStep, {name}, job.status.step());
+  environment_.metrics->SetGauge(kStepTimestampSeconds, {name}, absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()));
   absl::StatusOr<std::unique_ptr<TrainingLoop>> loop = Begin(job);
   const absl::Status result = loop.ok() ? WalkThrough(loop->get()) : loop.status();
   EndJob(name, result, loop.ok() ? loop->get() : nullptr);

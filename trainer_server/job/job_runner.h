@@ -54,7 +54,7 @@ class JobRunner {
   absl::Status ClearStandingRegion(const std::string& next_job);
   void EndJob(const std::string& job, const absl::Status& result, TrainingLoop* loop);
   void Changed(const std::string& running_job, const std::string& phase);
-  void ExportLedger() const;
+  void ExportState() const;
 
   JobStore* const store_;
   LoopEnvironment environment_;

@@ -9,7 +9,9 @@
 #include "common/base/log.h"
 #include "common/base/random.h"
 #include "common/base/units.h"
+#include "common/gpu/device_peak.h"
 #include "trainer_server/job/adapter_files.h"
+#include "trainer_server/job/job_metrics.h"
 #include "trainer_server/rollout/further_turns.h"
 
 namespace tandem {
@@ -20,6 +22,7 @@ constexpr std::uint64_t kEvaluationPart = 0x4576616c'00000001ULL;
 constexpr std::size_t kEvaluationUnitCompletions = 1024;
 constexpr std::size_t kReferencePieceBytes = 16 << 20;
 constexpr std::size_t kRecentSteps = 10;
+constexpr std::size_t kMaxLoggedFailures = 8;     // of rewards, a step
 constexpr char kTrainingOwner[] = "activations";  // of the arena that passes compute in
 constexpr int kSmallerLogitChunk = 128;           // rows, where the trainer chooses
 constexpr std::size_t kMaxRecordPromptBytes = 64 << 10;
@@ -83,22 +86,14 @@ void AppendLossMetrics(const LossOptions& options, const LossMetrics& metrics, N
   }
 }
 
-// "rewards/correct/mean" is tandem_train_rewards_mean{function="correct"}; other characters than Prometheus allows become '_'.
-std::pair<std::string, Metrics::Labels> MetricName(const std::string& prefix, const std::string& name, const std::string& job) {
-  Metrics::Labels labels = {{"job", job}};
-  std::string metric = prefix;
-  const std::size_t begin = std::string("rewards/").size(), end = name.rfind('/');
-  if (name.rfind("rewards/", 0) == 0 && end > begin && end != std::string::npos) {
-    labels["function"] = name.substr(begin, end - begin);
-    metric += "rewards_" + name.substr(end + 1);
-  } else {
-    metric += name;
-  }
-  for (char& c : metric) {
-    const bool is_plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
-    if (!is_plain) c = '_';
-  }
-  return {metric, labels};
+double NowSeconds() { return absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()); }
+
+// FLOP of an update's forward and backward passes over a frozen base, without recomputation, as tandem_trainer_bench counts them.
+double UsefulFlops(const ModelConfig& config, const StepReport& report) {
+  const double d = config.hidden_size, f = config.intermediate_size, q = config.q_size(), kv = config.kv_size();
+  const double linear = config.num_layers * (d * (q + 2 * kv) + q * d + 3 * d * f), head = d * config.vocab_size;
+  return 4 * linear * report.num_tokens + 4 * head * report.num_scored_tokens +
+         3.5 * 2 * report.sum_squared_lengths * q * config.num_layers;
 }
 
 }  // namespace
@@ -326,11 +321,14 @@ absl::StatusOr<TrainingLoop::DrawnGroups> TrainingLoop::DrawGroups(const std::ve
 }
 
 void TrainingLoop::ReportFailures(const std::vector<RewardFailure>& failures) {
-  for (const RewardFailure& failure : failures) {
-    TANDEM_LOG(kWarning, "job", "counted as None job=", job_, " step=", state_.step + 1, " because=", failure.text);
-    environment_.metrics->AddCounter("tandem_train_reward_failures_total",
-                                     "Failures of reward functions that their policy counts as None.",
-                                     {{"job", job_}, {"function", failure.function}}, 1);
+  for (std::size_t i = 0; i < failures.size(); ++i) {
+    const RewardFailure& failure = failures[i];
+    if (i < kMaxLoggedFailures) {
+      TANDEM_LOG(kWarning, "job", "counted as None job=", job_, " step=", state_.step + 1, " because=", failure.text);
+    } else if (i == kMaxLoggedFailures) {
+      TANDEM_LOG(kWarning, "job", "counted as None job=", job_, " step=", state_.step + 1, " further=", failures.size() - i);
+    }
+    environment_.metrics->AddCounter(kRewardFailuresTotal, {job_, failure.function}, 1);
   }
 }
 
@@ -352,8 +350,7 @@ absl::StatusOr<StepReport> TrainingLoop::Train(std::uint64_t step, std::span<con
   absl::StatusOr<StepReport> report = driver_->Run(step, groups);
   if (!absl::IsResourceExhausted(report.status())) return report;
   TANDEM_LOG(kWarning, "job", "step again in smaller pieces job=", job_, " because=", std::string(report.status().message()));
-  environment_.metrics->AddCounter("tandem_train_memory_retries_total",
-                                   "Steps tried again in smaller pieces because memory was short.", {{"job", job_}}, 1);
+  environment_.metrics->AddCounter(kMemoryRetriesTotal, {job_}, 1);
   TANDEM_RETURN_IF_ERROR(MakeTrainer(StepPieces::kSmaller));
   report = driver_->Run(step, groups);
   if (absl::IsResourceExhausted(report.status())) return Annotate(report.status(), "in smaller pieces too");
@@ -395,6 +392,7 @@ absl::Status TrainingLoop::DrawRound(std::uint64_t step, std::size_t num_prompts
     for (const auto& row : rewards) {
       if (const auto total = WeightedReward(row, plan_.advantage.weights)) drawn->drawn_totals.push_back(*total);
     }
+    for (const Rollout& member : groups.rollouts[g].members) drawn->completion_tokens += member.token_ids.size();
     ScoredGroup group{std::move(prompts[g].token_ids), std::move(groups.rollouts[g]), std::move(rewards)};
     const bool is_flat = rollout.has_dynamic_sampling() && IsFlat(group);
     drawn->num_flat += is_flat ? 1 : 0;
@@ -436,12 +434,9 @@ absl::Status TrainingLoop::RunStep() {
   if (moves_reference() && step % plan_.spec.loss().reference_sync().interval_steps() == 0)
     TANDEM_RETURN_IF_ERROR(SyncReference());
 
-  std::uint64_t completion_tokens = 0, step_tokens = 0;
+  std::uint64_t step_tokens = 0;
   for (const ScoredGroup& group : groups) {
-    for (const Rollout& member : group.rollouts.members) {
-      completion_tokens += member.token_ids.size();
-      step_tokens += member.token_ids.size() + group.prompt_ids.size();
-    }
+    for (const Rollout& member : group.rollouts.members) { step_tokens += member.token_ids.size() + group.prompt_ids.size(); }
   }
   state_.step = step;
   state_.weight_version = step + 1;
@@ -454,26 +449,29 @@ absl::Status TrainingLoop::RunStep() {
   const double step_seconds = SecondsSince(begin);
   recent_step_seconds_.push_back(step_seconds);
   if (recent_step_seconds_.size() > kRecentSteps) recent_step_seconds_.erase(recent_step_seconds_.begin());
-  event.times = {{"step_time", step_seconds},
-                 {"rollout_seconds", drawn.rollout_seconds},
-                 {"publish_seconds", publish_seconds},
-                 {"reward_seconds", drawn.reward_seconds},
-                 {"train_seconds", SecondsSince(train_begin)},
-                 {"phase_wait_seconds", absl::ToDoubleSeconds(report.phase_wait)},
-                 {"score_seconds", absl::ToDoubleSeconds(report.score_time)},
-                 {"forward_seconds", absl::ToDoubleSeconds(report.forward_time)},
-                 {"backward_seconds", absl::ToDoubleSeconds(report.backward_time)},
-                 {"optimizer_seconds", absl::ToDoubleSeconds(report.optimizer_time)},
-                 {"rollout_tokens_per_second", static_cast<double>(completion_tokens) / std::max(drawn.rollout_seconds, 1e-9)},
-                 {"seconds_left", Mean(recent_step_seconds_) * static_cast<double>(num_steps() - step)}};
+  const double pass_seconds = std::max(absl::ToDoubleSeconds(report.forward_time + report.backward_time), 1e-9);
+  event.times = {
+      {"step_time", step_seconds},
+      {"rollout_seconds", drawn.rollout_seconds},
+      {"publish_seconds", publish_seconds},
+      {"reward_seconds", drawn.reward_seconds},
+      {"train_seconds", SecondsSince(train_begin)},
+      {"phase_wait_seconds", absl::ToDoubleSeconds(report.phase_wait)},
+      {"score_seconds", absl::ToDoubleSeconds(report.score_time)},
+      {"forward_seconds", absl::ToDoubleSeconds(report.forward_time)},
+      {"backward_seconds", absl::ToDoubleSeconds(report.backward_time)},
+      {"optimizer_seconds", absl::ToDoubleSeconds(report.optimizer_time)},
+      {"rollout_tokens_per_second", static_cast<double>(drawn.completion_tokens) / std::max(drawn.rollout_seconds, 1e-9)},
+      {"train_tokens_per_second", report.num_tokens / pass_seconds},
+      {"train_flops_per_second", UsefulFlops(environment_.model, report) / pass_seconds},
+      {"seconds_left", Mean(recent_step_seconds_) * static_cast<double>(num_steps() - step)}};
   TANDEM_RETURN_IF_ERROR(history_->WriteCompletions(step, Records(groups, report)));
   TANDEM_RETURN_IF_ERROR(history_->Append(event));
   state_.history_bytes = history_->size_bytes();
-  Export(event, &report);
+  ExportHistory(event, job_, environment_.metrics);
+  ExportStep(report);
   if (plan_.spec.rollout().has_dynamic_sampling()) {
-    environment_.metrics->AddCounter("tandem_train_groups_replaced_total",
-                                     "Groups of equal rewards whose place a further prompt's group took.", {{"job", job_}},
-                                     static_cast<double>(drawn.num_prompts - groups.size()));
+    environment_.metrics->AddCounter(kGroupsReplacedTotal, {job_}, static_cast<double>(drawn.num_prompts - groups.size()));
   }
   ExportMemory(report.peak_bytes);
   TANDEM_LOG(kInfo, "job", "step job=", job_, " step=", step, " reward=", report.advantages.reward_mean, " loss=", report.loss,
@@ -555,7 +553,7 @@ absl::Status TrainingLoop::Evaluate() {
   TANDEM_RETURN_IF_ERROR(history_->Append(event));
   state_.evaluation = progress;
   state_.history_bytes = history_->size_bytes();
-  Export(event, nullptr);
+  ExportHistory(event, job_, environment_.metrics);
   TANDEM_LOG(kInfo, "job", "evaluation job=", job_, " step=", state_.step, " reward=", Mean(totals), " is_best=", is_best);
   if (stops) {
     TANDEM_LOG(kInfo, "job", "ends early job=", job_, " step=", state_.step, " because=", config.metric(), " did not rise in ",
@@ -570,7 +568,9 @@ bool TrainingLoop::is_checkpoint_due() const {
 
 absl::Status TrainingLoop::WriteCheckpoint() {
   TANDEM_RETURN_IF_ERROR(history_->Sync());
-  return checkpoints_->Write(state_, job_text_, arrays(), plan_.spec.checkpoint().keep());
+  TANDEM_RETURN_IF_ERROR(checkpoints_->Write(state_, job_text_, arrays(), plan_.spec.checkpoint().keep()));
+  environment_.metrics->SetGauge(kCheckpointTimestampSeconds, {job_}, NowSeconds());
+  return absl::OkStatus();
 }
 
 void TrainingLoop::KeepOnlyAdapter() {
@@ -607,6 +607,19 @@ NamedValues TrainingLoop::StepValues(const DrawnStep& drawn, const std::vector<R
     values.emplace_back("rewards/" + function.name + "/mean", function.mean);
     values.emplace_back("rewards/" + function.name + "/std", function.std);
   }
+  std::vector<double> advantages;
+  for (const std::vector<double>& sequence : report.advantages.advantages) {
+    advantages.insert(advantages.end(), sequence.begin(), sequence.end());
+  }
+  if (!advantages.empty()) {
+    const auto [low, high] = std::ranges::minmax(advantages);
+    const double mean = Mean(advantages);
+    double squares = 0;
+    for (const double advantage : advantages) squares += (advantage - mean) * (advantage - mean);
+    values.emplace_back("advantages/std", std::sqrt(squares / static_cast<double>(advantages.size())));
+    values.emplace_back("advantages/min", low);
+    values.emplace_back("advantages/max", high);
+  }
   AppendLengths("length", lengths, &values);
   values.emplace_back("completions/clipped_ratio",
                       1 - static_cast<double>(terminated.size()) / static_cast<double>(lengths.size()));
@@ -627,6 +640,7 @@ NamedValues TrainingLoop::StepValues(const DrawnStep& drawn, const std::vector<R
   values.emplace_back("epoch", static_cast<double>(state_.prompt_cursor) / static_cast<double>(prompts_->num_rows()));
   values.emplace_back("micro_batches", static_cast<double>(report.num_micro_batches));
   values.emplace_back("weight_version", static_cast<double>(state_.weight_version));
+  values.emplace_back("staleness", static_cast<double>(report.num_updates) - 1);
   return values;
 }
 
@@ -663,25 +677,19 @@ std::vector<v1::CompletionRecord> TrainingLoop::Records(const std::vector<Scored
   return records;
 }
 
-void TrainingLoop::Export(const HistoryEvent& event, const StepReport* report) {
+void TrainingLoop::ExportStep(const StepReport& report) {
   Metrics* const metrics = environment_.metrics;
-  const std::string prefix = event.kind == HistoryEvent::Kind::kStep ? "tandem_train_" : "tandem_train_evaluation_";
-  for (const NamedValues* values : {&event.values, &event.times}) {
-    for (const auto& [name, value] : *values) {
-      const auto [metric, labels] = MetricName(prefix, name, job_);
-      metrics->SetGauge(metric, absl::StrCat("Last value of ", name, " in the job's history."), labels, value);
-    }
-  }
-  if (report == nullptr) return;
-  metrics->AddCounter("tandem_train_steps_total", "Optimizer steps of the loop.", {{"job", job_}}, 1);
-  metrics->AddCounter("tandem_train_groups_dropped_total", "Groups without any reward.", {{"job", job_}},
-                      report->advantages.groups_dropped);
-  const std::vector<double>& histogram = report->metrics.rollout_ratio_histogram;
+  metrics->AddCounter(kStepsTotal, {job_}, 1);
+  metrics->SetGauge(kStep, {job_}, static_cast<double>(state_.step));
+  metrics->SetGauge(kStepTimestampSeconds, {job_}, NowSeconds());
+  metrics->AddCounter(kGroupsDroppedTotal, {job_}, report.advantages.groups_dropped);
+  const double pass_seconds = absl::ToDoubleSeconds(report.forward_time + report.backward_time);
+  if (const auto peak = PeakFlopsPerSecond(environment_.device.device); peak.ok() && pass_seconds > 0)
+    metrics->SetGauge(kFlopsUtilizationRatio, {job_}, UsefulFlops(environment_.model, report) / pass_seconds / *peak);
+  const std::vector<double>& histogram = report.metrics.rollout_ratio_histogram;
   for (std::size_t i = 0; i < histogram.size(); ++i) {
     const std::string bound = i < std::size(kRolloutRatioBuckets) ? absl::StrCat(kRolloutRatioBuckets[i]) : "+Inf";
-    metrics->AddCounter("tandem_train_rollout_ratio_tokens_total",
-                        "Policy to rollout probability ratios before clipping, by their bucket's upper bound.",
-                        {{"job", job_}, {"bound", bound}}, histogram[i]);
+    metrics->AddCounter(kRolloutRatioTokensTotal, {job_, bound}, histogram[i]);
   }
 }
 
@@ -712,15 +720,12 @@ void TrainingLoop::ExportMemory(std::uint64_t training_peak_bytes) {
   }
   Metrics* const metrics = environment_.metrics;
   for (const auto& [owner, bytes] : planned) {
-    const Metrics::Labels labels = {{"job", job_}, {"owner", owner}};
-    metrics->SetGauge("tandem_plan_bytes", "Memory of the pool by owner as the job's plan has it.", labels,
-                      static_cast<double>(bytes));
+    const Metrics::LabelValues labels = {job_, owner};
+    metrics->SetGauge(kPlanBytes, labels, static_cast<double>(bytes));
     const auto peak = peak_bytes_.find(owner);
     if (peak == peak_bytes_.end() || bytes == 0) continue;
-    metrics->SetGauge("tandem_plan_peak_bytes", "The most of it in use since the job began in this process.", labels,
-                      static_cast<double>(peak->second));
-    metrics->SetGauge("tandem_plan_use_ratio", "Peak use over plan.", labels,
-                      static_cast<double>(peak->second) / static_cast<double>(bytes));
+    metrics->SetGauge(kPlanPeakBytes, labels, static_cast<double>(peak->second));
+    metrics->SetGauge(kPlanUseRatio, labels, static_cast<double>(peak->second) / static_cast<double>(bytes));
   }
 }
 

@@ -124,8 +124,9 @@ class TrainingLoop {
     std::vector<ScoredGroup> groups;
     std::uint64_t num_prompts = 0;  // drawn
     std::uint64_t num_rounds = 0;
-    std::size_t num_flat = 0;          // groups drawn whose rewards are all equal
-    std::vector<double> drawn_totals;  // weighted rewards of all completions drawn
+    std::uint64_t completion_tokens = 0;  // drawn
+    std::size_t num_flat = 0;             // groups drawn whose rewards are all equal
+    std::vector<double> drawn_totals;     // weighted rewards of all completions drawn
     double rollout_seconds = 0, reward_seconds = 0;
   };
   absl::StatusOr<DrawnStep> DrawStep(std::uint64_t step);
@@ -142,7 +143,7 @@ class TrainingLoop {
   void ExportMemory(std::uint64_t training_peak_bytes);
   NamedValues StepValues(const DrawnStep& drawn, const std::vector<RewardMetrics>& functions, const StepReport& report) const;
   std::vector<v1::CompletionRecord> Records(const std::vector<ScoredGroup>& groups, const StepReport& report) const;
-  void Export(const HistoryEvent& event, const StepReport* report);
+  void ExportStep(const StepReport& report);
   CheckpointArrays arrays() const {
     return {.adapter = masters_.bytes(),
             .first_moments = first_moments_.bytes(),

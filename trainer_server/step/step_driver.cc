@@ -139,6 +139,7 @@ absl::StatusOr<StepReport> StepDriver::RunInPhase(std::uint64_t step, std::span<
     TANDEM_RETURN_IF_ERROR(Update(step, update, mini_batch, &sequences, &report));
   }
   report.loss /= num_updates();
+  report.num_updates = num_updates();
   if (const auto warning = RolloutMaskWarning(report.metrics)) TANDEM_LOG(kWarning, "step", *warning);
   return report;
 }
@@ -264,6 +265,10 @@ absl::Status StepDriver::Update(std::uint64_t step, std::uint32_t update, const 
     add_to(&report->forward_time);
     for (const PackedCompletion& completion : batch.completions) {
       Sequence& sequence = (*sequences)[static_cast<std::size_t>(completion.sequence_index)];
+      const double scored = completion.end - completion.begin, length = completion.prompt_end - completion.prompt_begin + scored;
+      report->num_tokens += length;
+      report->num_scored_tokens += scored;
+      report->sum_squared_lengths += length * length;
       sequence.policy_logprobs.assign(sequence.loss_mask.size(), 0);
       sequence.entropies.assign(sequence.loss_mask.size(), 0);
     }

@@ -39,6 +39,10 @@ struct StepReport {
   AdvantageResult advantages;  // sequences in the order of groups and members
   LossMetrics metrics;         // summed over the updates
   std::size_t num_micro_batches = 0;
+  std::uint32_t num_updates = 0;
+  // Of what forward and backward passes were made of, summed over the updates; a shared prompt counts for each of its
+  // completions.
+  double num_tokens = 0, num_scored_tokens = 0, sum_squared_lengths = 0;
   std::size_t num_groups_skipped = 0;  // no variance: nothing to learn from
   absl::Duration phase_wait;           // for the elastic region
   // What of the phase went where, the device's work included; summed over the updates.

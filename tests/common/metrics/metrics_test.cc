@@ -30,16 +30,24 @@ std::string Scrape(int port) {
   return text;
 }
 
+constexpr double kBuckets[] = {0.1, 1};
+constexpr Metric kBytes = {.name = "tandem_memory_bytes", .help = "Memory by owner", .labels = {"owner"}};
+constexpr Metric kTokensTotal = {.name = "tandem_tokens_total", .type = Metric::Type::kCounter, .help = "Tokens"};
+constexpr Metric kReward = {.name = "tandem_reward", .help = "Reward", .labels = {"function", "job"}};
+constexpr Metric kSteps = {.name = "tandem_steps_total", .type = Metric::Type::kCounter, .help = "Steps", .labels = {"job"}};
+constexpr Metric kStepSeconds = {
+    .name = "tandem_step_seconds", .type = Metric::Type::kHistogram, .help = "Step", .labels = {"job"}, .buckets = kBuckets};
+
 // One exposer for all: its destructor takes two seconds.
 TEST(Metrics, ServesWhatWasSetAndRefusesATakenAddress) {
   const auto metrics = Metrics::Create("127.0.0.1:0");
   ASSERT_TRUE(metrics.ok()) << metrics.status();
-  (*metrics)->SetGauge("tandem_memory_bytes", "Memory by owner", {{"owner", "weights"}}, 42);
-  (*metrics)->SetGauge("tandem_memory_bytes", "Memory by owner", {{"owner", "weights"}}, 43);
+  (*metrics)->SetGauge(kBytes, {"weights"}, 42);
+  (*metrics)->SetGauge(kBytes, {"weights"}, 43);
   ASSERT_GT((*metrics)->port(), 0);
   const std::string page = Scrape((*metrics)->port());
   EXPECT_TRUE(Contains(page, "200 OK")) << page;
-  EXPECT_TRUE(Contains(page, "# TYPE tandem_memory_bytes gauge")) << page;
+  EXPECT_TRUE(Contains(page, "# HELP tandem_memory_bytes Memory by owner\n# TYPE tandem_memory_bytes gauge")) << page;
   EXPECT_TRUE(Contains(page, "tandem_memory_bytes{owner=\"weights\"} 43\n")) << page;
 
   const std::string taken = absl::StrCat("127.0.0.1:", (*metrics)->port());
@@ -48,44 +56,70 @@ TEST(Metrics, ServesWhatWasSetAndRefusesATakenAddress) {
   EXPECT_TRUE(Contains(std::string(refused.status().message()), taken)) << refused.status();
 }
 
-TEST(Metrics, CountersAddAndHistogramsKeepTheFirstBuckets) {
+TEST(Metrics, CountersAddAndHistogramsCount) {
   const auto metrics = Metrics::Create("");
   ASSERT_TRUE(metrics.ok());
-  (*metrics)->AddCounter("tandem_tokens_total", "Tokens", {}, 2);
-  (*metrics)->AddCounter("tandem_tokens_total", "Tokens", {}, 3);
-  (*metrics)->Observe("tandem_step_seconds", "Step", {{"lane", "unit"}}, {0.1, 1}, 0.5);
-  (*metrics)->Observe("tandem_step_seconds", "Step", {{"lane", "unit"}}, {7}, 3);
+  (*metrics)->AddCounter(kTokensTotal, {}, 2);
+  (*metrics)->AddCounter(kTokensTotal, {}, 3);
+  (*metrics)->Observe(kStepSeconds, {"a"}, 0.5);
+  (*metrics)->Observe(kStepSeconds, {"a"}, 3);
   const std::string text = (*metrics)->Text();
   EXPECT_TRUE(Contains(text, "tandem_tokens_total 5\n")) << text;
-  EXPECT_TRUE(Contains(text, "tandem_step_seconds_bucket{lane=\"unit\",le=\"0.1\"} 0\n")) << text;
-  EXPECT_TRUE(Contains(text, "tandem_step_seconds_bucket{lane=\"unit\",le=\"1\"} 1\n")) << text;
-  EXPECT_TRUE(Contains(text, "tandem_step_seconds_count{lane=\"unit\"} 2\n")) << text;
-  EXPECT_FALSE(Contains(text, "le=\"7\"")) << text;
+  EXPECT_TRUE(Contains(text, "tandem_step_seconds_bucket{job=\"a\",le=\"0.1\"} 0\n")) << text;
+  EXPECT_TRUE(Contains(text, "tandem_step_seconds_bucket{job=\"a\",le=\"1\"} 1\n")) << text;
+  EXPECT_TRUE(Contains(text, "tandem_step_seconds_count{job=\"a\"} 2\n")) << text;
 }
 
 TEST(Metrics, SeriesOfAnEndedJobGoAndOthersStay) {
   const auto metrics = Metrics::Create("");
   ASSERT_TRUE(metrics.ok());
   for (const char* job : {"a", "b"}) {
-    (*metrics)->SetGauge("tandem_reward", "Reward", {{"job", job}, {"function", "length"}}, 1);
-    (*metrics)->AddCounter("tandem_steps_total", "Steps", {{"job", job}}, 1);
-    (*metrics)->Observe("tandem_step_seconds", "Step", {{"job", job}}, {1}, 1);
+    (*metrics)->SetGauge(kReward, {"length", job}, 1);
+    (*metrics)->AddCounter(kSteps, {job}, 1);
+    (*metrics)->Observe(kStepSeconds, {job}, 1);
   }
-  (*metrics)->SetGauge("tandem_memory_bytes", "Memory", {{"owner", "a"}}, 1);
+  (*metrics)->SetGauge(kBytes, {"a"}, 1);
   (*metrics)->RemoveLabel("job", "a");
   std::string text = (*metrics)->Text();
   EXPECT_FALSE(Contains(text, "job=\"a\"")) << text;
   EXPECT_TRUE(Contains(text, "tandem_steps_total{job=\"b\"} 1\n")) << text;
   EXPECT_TRUE(Contains(text, "owner=\"a\"")) << text;
-  (*metrics)->AddCounter("tandem_steps_total", "Steps", {{"job", "a"}}, 1);
+  (*metrics)->AddCounter(kSteps, {"a"}, 1);
   text = (*metrics)->Text();
   EXPECT_TRUE(Contains(text, "tandem_steps_total{job=\"a\"} 1\n")) << "it begins anew: " << text;
 }
 
-TEST(MetricsDeathTest, OneNameHasOneType) {
+TEST(Metrics, ReplacedGaugesKeepNoSeriesOfBefore) {
   const auto metrics = Metrics::Create("");
-  (*metrics)->SetGauge("tandem_x", "X", {}, 1);
-  EXPECT_DEATH((*metrics)->AddCounter("tandem_x", "X", {}, 1), "two types");
+  ASSERT_TRUE(metrics.ok());
+  (*metrics)->ReplaceGauges(kBytes, {{{"masters"}, 1}, {{"free"}, 2}});
+  (*metrics)->ReplaceGauges(kBytes, {{{"free"}, 3}});
+  const std::string text = (*metrics)->Text();
+  EXPECT_FALSE(Contains(text, "masters")) << text;
+  EXPECT_TRUE(Contains(text, "tandem_memory_bytes{owner=\"free\"} 3\n")) << text;
+  (*metrics)->ReplaceGauges(kBytes, {});
+  EXPECT_EQ((*metrics)->Text(), "");
+}
+
+TEST(Metrics, AFamilyIsBoundedAndWhatIsRefusedIsCounted) {
+  const auto metrics = Metrics::Create("");
+  ASSERT_TRUE(metrics.ok());
+  for (std::size_t i = 0; i < kMaxSeries + 2; ++i) (*metrics)->SetGauge(kBytes, {absl::StrCat("o", i)}, 1);
+  (*metrics)->SetGauge(kBytes, {"o0"}, 7);
+  std::string text = (*metrics)->Text();
+  EXPECT_TRUE(Contains(text, "owner=\"o0\"} 7\n")) << "those that are there go on";
+  EXPECT_TRUE(Contains(text, "owner=\"o1023\"}"));
+  EXPECT_FALSE(Contains(text, "owner=\"o1024\"}"));
+  EXPECT_TRUE(Contains(text, "tandem_metrics_series_refused_total 2\n"));
+}
+
+TEST(MetricsDeathTest, AFamilyHasOneDeclarationTypeAndNumberOfLabels) {
+  const auto metrics = Metrics::Create("");
+  EXPECT_DEATH((*metrics)->AddCounter(kBytes, {"x"}, 1), "two types");
+  EXPECT_DEATH((*metrics)->SetGauge(kBytes, {}, 1), "has 1 labels, was given 0");
+  constexpr static Metric kAgain = {.name = "tandem_memory_bytes", .help = "Another", .labels = {"owner"}};
+  (*metrics)->SetGauge(kBytes, {"x"}, 1);
+  EXPECT_DEATH((*metrics)->SetGauge(kAgain, {"x"}, 1), "declared twice");
 }
 
 }  // namespace
