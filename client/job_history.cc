@@ -70,7 +70,7 @@ std::string Encoded(const Write& write) {
 std::string EncodedSummary(const std::string& prefix, const Values& values) {
   return Encoded([&](google::protobuf::io::CodedOutputStream* summary) {
     for (const auto& [name, value] : values) {
-      const std::string encoded = Encoded([&](google::protobuf::io::CodedOutputStream* out) {
+      const std::string encoded = Encoded([&, &name = name, &value = value](google::protobuf::io::CodedOutputStream* out) {
         WireFormatLite::WriteString(1, prefix + name, out);
         WireFormatLite::WriteFloat(2, static_cast<float>(value), out);
       });
