@@ -94,6 +94,7 @@ void DaemonPair::Start(Half half) {
                                     TestDevice() == Device::kCuda ? "--device=cuda" : "--device=cpu"};
   if (TestDevice() == Device::kCuda) words.push_back("--pool_bytes=4GiB");
   words.insert(words.end(), options_.flags.begin(), options_.flags.end());
+  if (half == Half::kTrainer) words.insert(words.end(), options_.trainer_flags.begin(), options_.trainer_flags.end());
   std::vector<char*> argv;
   for (std::string& word : words) argv.push_back(word.data());
   argv.push_back(nullptr);

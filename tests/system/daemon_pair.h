@@ -24,8 +24,9 @@ enum class Half { kRollout, kTrainer };
 struct DaemonPairOptions {
   std::string directory;  // made fresh: run_dir, data_dir, logs
   std::string model;
-  std::vector<std::string> flags;  // for both, after those of TestDevice()
-  std::string preloaded;           // a library beside the test's binary that is loaded into both; empty: none
+  std::vector<std::string> flags;               // for both, after those of TestDevice()
+  std::vector<std::string> trainer_flags = {};  // for the trainer alone
+  std::string preloaded;                        // a library beside the test's binary that is loaded into both; empty: none
 };
 
 class DaemonPair {

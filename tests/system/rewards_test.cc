@@ -37,12 +37,17 @@ class RewardsTest : public ::testing::Test {
   void SetUp() override {
     const auto sandbox = Sandbox::Create(kPython);
     if (!sandbox.ok()) GTEST_SKIP() << sandbox.status().message();
+    StartPair({});
+  }
+  void StartPair(const std::vector<std::string>& trainer_flags) {
+    pair_.reset();
     directory_ = absl::StrCat(::testing::TempDir(), "/rewards_", ::testing::UnitTest::GetInstance()->current_test_info()->name());
     std::filesystem::remove_all(directory_);
     ASSERT_TRUE(WriteTinyModel(directory_ + "_model", SystemModel()).ok());
     DaemonPairOptions options;
     options.directory = directory_;
     options.model = directory_ + "_model";
+    options.trainer_flags = trainer_flags;
     pair_ = std::make_unique<DaemonPair>(options);
     for (Half half : {Half::kRollout, Half::kTrainer}) pair_->Start(half);
     for (Half half : {Half::kRollout, Half::kTrainer}) ASSERT_TRUE(pair_->WaitReady(half, absl::Seconds(60))) << pair_->log(half);
@@ -297,6 +302,20 @@ TEST_F(RewardsTest, AFileThatCannotBeUsedIsRefusedAtSubmit) {
               HasSubstr("rewards[0] 'brief': mine.py cannot be imported: ModuleNotFoundError: No module named 'absent'"));
   const auto absent = Submit(WriteJob(1), "--rewards=absent.py:brief");
   EXPECT_THAT(std::string(absent.status().message()), HasSubstr("absent.py"));
+}
+
+TEST_F(RewardsTest, ANodeWithoutPythonSaysSoToTheJobsThatNeedIt) {
+  StartPair({"--reward_python=/absent/python3"});
+  WriteFile("mine.py", kHonest);
+  for (const char* reward : {"python_function { path: 'mine.py' function: 'brief' }", "code_tests { tests_field: 'answer' }"}) {
+    const auto refused = Submit(WriteJob(1, absl::StrCat("rewards { weight: 1 ", reward, " }")));
+    EXPECT_THAT(
+        std::string(refused.status().message()),
+        HasSubstr("--reward_python: '/absent/python3' is no program that can be run; give the absolute path of a Python"));
+  }
+  const auto job = Submit(WriteJob(1, "rewards { weight: 1 ended_by_itself {} }"));
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(End(*job).state(), v1::JOB_STATE_SUCCEEDED);
 }
 
 TEST_F(RewardsTest, CodeAndSchemaRewardsRunInAJob) {
