@@ -166,6 +166,59 @@ TEST_F(JobPlanTest, RowsAreCheckedByLineBeforeTheJobIsTaken) {
 }
 
 // CASES C03: a job that truncates the distribution says so in its plan.
+TEST_F(JobPlanTest, SplitFiltersAndTemplateArgumentsAreCheckedAndCounted) {
+  std::string rows;
+  for (int i = 0; i < 20; ++i) absl::StrAppend(&rows, "{\"prompt\": \"", std::string(3 + i % 10, 'p'), "\", \"answer\": 1}\n");
+  rows_ = Store(rows);
+  const auto plan = Plan(Job("data { held_out_share: 0.25 split_seed: 3 max_prompt_tokens: 10 } evaluation {}"));
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  const v1::DataCounts& counts = plan->rows.counts;
+  EXPECT_EQ(counts.rows(), 20u);
+  EXPECT_EQ(counts.too_long(), 4u);
+  EXPECT_EQ(counts.trained() + counts.held_out(), 16u);
+  EXPECT_EQ(counts.evaluated(), counts.held_out());
+  EXPECT_EQ(plan->spec.evaluation().num_prompts(), counts.held_out());
+  EXPECT_EQ(plan->steps_per_epoch, (counts.trained() + 1) / 2);
+  EXPECT_EQ(plan->prompts->longest, 10u);
+  EXPECT_EQ(plan->evaluation, plan->data);
+  // A stored job has the same rows without being checked again.
+  const auto stored = PlanJob(Job("data { held_out_share: 0.25 split_seed: 3 max_prompt_tokens: 10 } evaluation {}"),
+                              surroundings_, JobOrigin::kStored);
+  ASSERT_TRUE(stored.ok()) << stored.status();
+  EXPECT_EQ(*stored->rows.trained, *plan->rows.trained);
+
+  const auto unused = Plan(Job("data { held_out_share: 0.25 }"));
+  ASSERT_TRUE(unused.ok()) << unused.status();
+  EXPECT_THAT(unused->warnings,
+              ::testing::Contains(HasSubstr("data.held_out_share: 5 rows are held out and nothing scores them")));
+  EXPECT_THAT(Faults(Job("evaluation {}")), HasSubstr("evaluation.path: ''; must be a file, or data.held_out_share above 0"));
+  EXPECT_THAT(Faults(Job("data { held_out_share: 0.01 }")), HasSubstr("data.held_out_share: 0.01 of 20 rows is 0"));
+  const std::string faults =
+      Faults(Job("data { held_out_share: 1 min_prompt_tokens: 5 max_prompt_tokens: 4 template_arguments: '{\"messages\": 1}' }"));
+  for (const char* words :
+       {"data.held_out_share: 1; must be 0 to less than 1",
+        "data.max_prompt_tokens: 4; must be 0, or at least min_prompt_tokens, 5", "data.template_arguments: sets 'messages'"}) {
+    EXPECT_THAT(faults, HasSubstr(words));
+  }
+}
+
+// A conversation is planned for with all of its turns.
+TEST_F(JobPlanTest, ConversationsCountWithAllTheirTurns) {
+  const auto row = [](int num_turns) {
+    std::string messages = R"({"role": "user", "content": "hi"})";
+    for (int i = 1; i < num_turns; ++i) { messages += R"(, {"role": "assistant"}, {"role": "user", "content": "b"})"; }
+    return "{\"prompt\": [" + messages + "], \"answer\": 1}\n";
+  };
+  rows_ = Store(row(1) + row(3));
+  const auto plan = Plan(Job());
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  // What is said before each further turn is ";user:b;", 8 tokens; the turn has at most 8.
+  EXPECT_EQ(plan->prompts->most_further, 2u * (8 + 8));
+  EXPECT_EQ(plan->needs.max_completion_tokens, 8u + 2u * (8 + 8));
+  rows_ = Store(row(1) + row(5));
+  EXPECT_THAT(Faults(Job()), HasSubstr("data set line 2: the prompt and its further turns have 72 tokens; the limit is 56"));
+}
+
 TEST_F(JobPlanTest, CostsAndSideEffectsAreWarnedOf) {
   const auto plan =
       Plan(Job(R"(rollout { group_size: 1 prompts_per_step: 3 sampling { top_p: 0.9 seed: 3 repetition_penalty: 1.1 } }
