@@ -24,27 +24,27 @@ class CudaStageClock final : public StageClock {
     }
     Mark& mark = marks_[num_marks_++];
     mark.stage = stage;
+    mark.stream = stream;
     status_.Update(CudaToStatus(cudaEventRecord(mark.event, static_cast<cudaStream_t>(stream)), "marking a stage"));
   }
-  absl::StatusOr<std::map<std::string, double>> Take() override {
+  absl::StatusOr<std::vector<StageSpan>> Take() override {
     TANDEM_RETURN_IF_ERROR(std::exchange(status_, absl::OkStatus()));
-    std::map<std::string, double> seconds;
+    std::vector<StageSpan> marks;
     const std::size_t num_marks = std::exchange(num_marks_, 0);
-    if (num_marks == 0) return seconds;
-    TANDEM_RETURN_IF_ERROR(CudaToStatus(cudaEventSynchronize(marks_[num_marks - 1].event), "waiting for a stage"));
-    for (std::size_t i = 0; i + 1 < num_marks; ++i) {
-      if (marks_[i].stage == nullptr) continue;
+    for (std::size_t i = 0; i < num_marks; ++i) {
+      const Mark& mark = marks_[i];
+      TANDEM_RETURN_IF_ERROR(CudaToStatus(cudaEventSynchronize(mark.event), "waiting for a stage"));
       float milliseconds = 0;
-      TANDEM_RETURN_IF_ERROR(
-          CudaToStatus(cudaEventElapsedTime(&milliseconds, marks_[i].event, marks_[i + 1].event), "timing a stage"));
-      seconds[marks_[i].stage] += static_cast<double>(milliseconds) / 1000;
+      TANDEM_RETURN_IF_ERROR(CudaToStatus(cudaEventElapsedTime(&milliseconds, marks_[0].event, mark.event), "timing a stage"));
+      marks.push_back({.stage = mark.stage, .stream = mark.stream, .begin_seconds = static_cast<double>(milliseconds) / 1000});
     }
-    return seconds;
+    return SpansOfMarks(marks);
   }
 
  private:
   struct Mark {
     const char* stage = nullptr;
+    void* stream = nullptr;
     cudaEvent_t event = nullptr;
   };
   std::vector<Mark> marks_;  // the first num_marks_ are in use

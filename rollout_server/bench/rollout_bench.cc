@@ -214,7 +214,8 @@ absl::StatusOr<std::array<double, kNumBenchParts>> TimeParts(Bench* bench, const
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<StageClock> clock, StageClock::Create(Device::kCuda));
   TANDEM_RETURN_IF_ERROR(bench->MakeModel(clock.get()));
   TANDEM_RETURN_IF_ERROR(TimeSteps(*bench, sequences, c.prompt + c.tokens / 2, params, clock.get()).status());
-  TANDEM_ASSIGN_OR_RETURN(const auto seconds, clock->Take());
+  TANDEM_ASSIGN_OR_RETURN(const auto spans, clock->Take());
+  const std::map<std::string, double> seconds = SecondsByStage(spans);
   std::array<double, kNumBenchParts> milliseconds = {};
   for (std::size_t part = 0; part < kNumBenchParts; ++part) {
     const auto spent = seconds.find(kBenchPartNames[part]);

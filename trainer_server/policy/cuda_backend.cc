@@ -159,7 +159,7 @@ std::unique_ptr<typename CudaBackend<T>::LayerInputs> CudaBackend<T>::KeepLayerI
                                           .num_heads = config_.num_heads};
   TORCH_CHECK(shape.slot_bytes() == kept.slot_bytes, "a layer's slot of ", shape.slot_bytes(), " bytes, planned ",
               kept.slot_bytes);
-  return std::make_unique<LayerInputs>(shape, kept.num_slots, layer_input_host_.get(), stream_, copy_stream_.get());
+  return std::make_unique<LayerInputs>(shape, kept.num_slots, layer_input_host_.get(), stream_, copy_stream_.get(), clock_);
 }
 
 template <typename T>

@@ -35,13 +35,14 @@ absl::Status LayerInputHost::Reserve(std::uint64_t size_bytes, std::uint64_t lim
 }
 
 CudaLayerInputBytes::CudaLayerInputBytes(int num_layers, std::int64_t num_slots, std::uint64_t input_bytes, LayerInputHost* host,
-                                         Stream* compute, Stream* copy)
+                                         Stream* compute, Stream* copy, StageClock* clock)
     : num_layers_(num_layers),
       num_slots_(static_cast<int>(num_slots)),
       input_bytes_(input_bytes),
       host_(host),
       compute_(compute),
       copy_(copy),
+      clock_(clock),
       ring_(num_slots * static_cast<std::int64_t>(input_bytes)),
       slots_(static_cast<std::size_t>(num_slots)) {
   TORCH_CHECK(num_slots >= 1 && num_slots <= num_layers, num_slots, " slots for the inputs of ", num_layers, " layers");
@@ -75,10 +76,12 @@ std::byte* CudaLayerInputBytes::HostPlace(int layer) const {
   return host_->data() + static_cast<std::uint64_t>(layer) * input_bytes_;
 }
 
-void CudaLayerInputBytes::Copy(Slot* slot, std::byte* to, const std::byte* from) {
+void CudaLayerInputBytes::Copy(const char* stage, Slot* slot, std::byte* to, const std::byte* from) {
   CheckCuda(cudaEventRecord(Event(slot->touched), Handle(compute_)), "marking a layer input");
   CheckCuda(cudaStreamWaitEvent(Handle(copy_), Event(slot->touched)), "waiting for a layer input");
+  if (clock_ != nullptr) clock_->Enter(stage, copy_->handle());
   CheckCuda(cudaMemcpyAsync(to, from, input_bytes_, cudaMemcpyDefault, Handle(copy_)), "copying a layer input");
+  if (clock_ != nullptr) clock_->Enter(nullptr, copy_->handle());
   CheckCuda(cudaEventRecord(Event(slot->copied), Handle(copy_)), "marking a layer input's copy");
   slot->is_copying = true;
 }
@@ -93,7 +96,7 @@ std::byte* CudaLayerInputBytes::Place(int layer) {
 }
 
 void CudaLayerInputBytes::Keep(int layer) {
-  if (layer < num_layers_ - num_slots_) Copy(&SlotOf(layer), HostPlace(layer), DevicePlace(layer));
+  if (layer < num_layers_ - num_slots_) Copy("copies to the host", &SlotOf(layer), HostPlace(layer), DevicePlace(layer));
 }
 
 std::byte* CudaLayerInputBytes::Fetch(int layer) {
@@ -102,7 +105,8 @@ std::byte* CudaLayerInputBytes::Fetch(int layer) {
 }
 
 void CudaLayerInputBytes::Release(int layer) {
-  if (const int next = layer - num_slots_; next >= 0) Copy(&SlotOf(layer), DevicePlace(next), HostPlace(next));
+  if (const int next = layer - num_slots_; next >= 0)
+    Copy("copies from the host", &SlotOf(layer), DevicePlace(next), HostPlace(next));
 }
 
 }  // namespace tandem

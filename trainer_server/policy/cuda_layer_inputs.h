@@ -16,6 +16,7 @@
 #include <memory>
 #include <vector>
 
+#include "common/gpu/stage_clock.h"
 #include "common/gpu/stream.h"
 #include "common/torch/buffer.h"
 #include "trainer_server/policy/layer_inputs.h"
@@ -38,9 +39,10 @@ class LayerInputHost {
 // Bytes, not elements: the same class for every format.
 class CudaLayerInputBytes {
  public:
-  // `host` has room for (num_layers - num_slots) inputs. `compute`: the stream of the pass. Everything outlives this.
+  // `host` has room for (num_layers - num_slots) inputs. `compute`: the stream of the pass. `clock`: of the copies, or null.
+  // Everything outlives this.
   CudaLayerInputBytes(int num_layers, std::int64_t num_slots, std::uint64_t input_bytes, LayerInputHost* host, Stream* compute,
-                      Stream* copy);
+                      Stream* copy, StageClock* clock);
   // The compute stream waits for the copies under way: the ring's memory goes to somebody else in its order.
   ~CudaLayerInputBytes();
   CudaLayerInputBytes(const CudaLayerInputBytes&) = delete;
@@ -62,7 +64,7 @@ class CudaLayerInputBytes {
   std::byte* DevicePlace(int layer) const;
   std::byte* HostPlace(int layer) const;
   // On the copy stream, behind what the compute stream has done so far.
-  void Copy(Slot* slot, std::byte* to, const std::byte* from);
+  void Copy(const char* stage, Slot* slot, std::byte* to, const std::byte* from);
   void AwaitCopy(const Slot& slot);
 
   const int num_layers_;
@@ -71,6 +73,7 @@ class CudaLayerInputBytes {
   LayerInputHost* const host_;
   Stream* const compute_;
   Stream* const copy_;
+  StageClock* const clock_;
   const Buffer<std::byte, Device::kCuda> ring_;
   std::vector<Slot> slots_;
 };
@@ -96,8 +99,9 @@ class CudaLayerInputs {
    private:
     static std::uint64_t Padded(std::int64_t bytes) { return (static_cast<std::uint64_t>(bytes) + 255) / 256 * 256; }
   };
-  CudaLayerInputs(const Shape& shape, std::int64_t num_slots, LayerInputHost* host, Stream* compute, Stream* copy)
-      : shape_(shape), bytes_(shape.num_layers, num_slots, shape.slot_bytes(), host, compute, copy) {}
+  CudaLayerInputs(const Shape& shape, std::int64_t num_slots, LayerInputHost* host, Stream* compute, Stream* copy,
+                  StageClock* clock)
+      : shape_(shape), bytes_(shape.num_layers, num_slots, shape.slot_bytes(), host, compute, copy, clock) {}
 
   bool keeps_attention() const { return shape_.attention_width > 0; }
   KeptLayer<T, float> Place(int layer) { return At(bytes_.Place(layer)); }

@@ -8,11 +8,13 @@
 // once. Rates are shares of a bf16 product of 8192^3 in the same run.
 #include <algorithm>
 #include <cstdio>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -53,6 +55,7 @@ ABSL_FLAG(int, rank, 8, "rank of the adapter on all linear layers");
 ABSL_FLAG(int, steps, 3, "steps timed after a first one; the median counts");
 ABSL_FLAG(double, host_gib, 64, "page-locked host memory for what is kept of layers, at most");
 ABSL_FLAG(bool, deterministic_attention, false, "the same bits each time, by LibTorch's flash attention");
+ABSL_FLAG(std::string, trace, "", "file for the last step's stages and copies in Chrome's trace format, which Perfetto draws");
 ABSL_FLAG(bool, json, false, "one line of JSON instead of text");
 
 namespace tandem {
@@ -192,6 +195,7 @@ Flops FlopsOf(const ModelConfig& config, const std::vector<MicroBatch>& batches)
 struct Figures {
   double seconds = 0;                    // of a step, the median
   std::map<std::string, double> stages;  // seconds of a step, by stage, mean over the timed steps
+  double overlapped_copies = 0;          // share of the copies' time in which the pass computed, in the last step
   double rows = 0, tokens = 0, scored = 0;
   Flops flops;
   double reference_rate = 0;
@@ -215,13 +219,14 @@ void Print(const BenchedModel& bench, Device device, const Figures& figures) {
         "{\"bench\":\"trainer\",\"model\":\"%s\",\"weights\":\"%s\",\"device\":\"%s\",\"rank\":%d,\"rows\":%.0f,\"tokens\":%.0f,"
         "\"scored_tokens\":%.0f,\"micro_batches\":%zu,\"step_seconds_median\":%.4f,\"tokens_per_second\":%.1f,"
         "\"scored_tokens_per_second\":%.1f,\"useful_tflops\":%.1f,\"executed_tflops\":%.1f,\"reference_tflops\":%.1f,"
-        "\"layers_on_device\":%lld,\"keeps_attention\":%s,\"offloaded_bytes\":%llu,\"gib\":%s,\"stage_seconds\":%s}\n",
+        "\"layers_on_device\":%lld,\"keeps_attention\":%s,\"offloaded_bytes\":%llu,\"overlapped_copies\":%.4f,\"gib\":%s,\"stage_"
+        "seconds\":%s}\n",
         bench.config.name.c_str(), StorageFormatName(bench.layout.format), DeviceName(device).c_str(), absl::GetFlag(FLAGS_rank),
         figures.rows, figures.tokens, figures.scored, figures.micro_batches, figures.seconds, tokens_rate, scored_rate,
         figures.flops.useful / figures.seconds * 1e-12, figures.flops.executed / figures.seconds * 1e-12,
         figures.reference_rate * 1e-12, static_cast<long long>(figures.pass.layers_on_device),
         figures.pass.keeps_attention ? "true" : "false", static_cast<unsigned long long>(figures.pass.offloaded_bytes),
-        Json(figures.gib).c_str(), Json(figures.stages).c_str());
+        figures.overlapped_copies, Json(figures.gib).c_str(), Json(figures.stages).c_str());
     return;
   }
   std::printf("%s, weights %s, adapter rank %d, %s, %d threads\n", bench.config.name.c_str(),
@@ -238,10 +243,30 @@ void Print(const BenchedModel& bench, Device device, const Figures& figures) {
   std::printf("\n");
   for (const auto& [stage, seconds] : figures.stages) std::printf("  %-20s %8.1f ms\n", stage.c_str(), 1000 * seconds);
   for (const auto& [owner, gib] : figures.gib) std::printf("  %-20s %8.3f GiB\n", owner.c_str(), gib);
-  std::printf("  layer inputs%s: %lld of %d layers' stay on the device, %s to the host and back a pass\n",
-              figures.pass.keeps_attention ? " and attention's outputs" : "",
-              static_cast<long long>(figures.pass.layers_on_device), bench.config.num_layers,
-              FormatBytes(figures.pass.offloaded_bytes).c_str());
+  std::printf(
+      "  layer inputs%s: %lld of %d layers' stay on the device, %s to the host and back a pass, %.1f %% of the copies' time "
+      "while the pass computes\n",
+      figures.pass.keeps_attention ? " and attention's outputs" : "", static_cast<long long>(figures.pass.layers_on_device),
+      bench.config.num_layers, FormatBytes(figures.pass.offloaded_bytes).c_str(), 100 * figures.overlapped_copies);
+}
+
+// Copies have a stream of their own. While the pass is in "layer inputs" it may wait for one.
+absl::Status LookAtCopies(const std::vector<StageSpan>& spans, const void* compute_stream, Figures* figures) {
+  std::vector<StageSpan> copies, computing;
+  for (const StageSpan& span : spans) {
+    if (span.stream != compute_stream) {
+      copies.push_back(span);
+    } else if (std::string_view(span.stage) != "layer inputs") {
+      computing.push_back(span);
+    }
+  }
+  figures->overlapped_copies = OverlappedShare(copies, computing);
+  const std::string path = absl::GetFlag(FLAGS_trace);
+  if (path.empty()) return absl::OkStatus();
+  std::ofstream file(path);
+  file << ChromeTrace(spans);
+  file.close();
+  return file.good() ? absl::OkStatus() : absl::InvalidArgumentError(absl::StrCat("--trace=", path, " cannot be written"));
 }
 
 absl::Status RunBench() {
@@ -304,10 +329,11 @@ absl::Status RunBench() {
     TANDEM_RETURN_IF_ERROR(AdamWStep({}, 1e-5, static_cast<std::uint64_t>(step + 1), Floats(masters), Floats(gradients),
                                      Floats(first), Floats(second), {device, stream.get(), scratch.data()})
                                .status());
-    TANDEM_ASSIGN_OR_RETURN(const auto stages, clock->Take());
+    TANDEM_ASSIGN_OR_RETURN(const std::vector<StageSpan> spans, clock->Take());
     if (step == 0) continue;
     seconds.push_back(absl::ToDoubleSeconds(absl::Now() - begin));
-    for (const auto& [stage, spent] : stages) figures.stages[stage] += spent / num_steps;
+    for (const auto& [stage, spent] : SecondsByStage(spans)) figures.stages[stage] += spent / num_steps;
+    if (step == num_steps) TANDEM_RETURN_IF_ERROR(LookAtCopies(spans, stream->handle(), &figures));
   }
   std::sort(seconds.begin(), seconds.end());
   figures.seconds = seconds[seconds.size() / 2];

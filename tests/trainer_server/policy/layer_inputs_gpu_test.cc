@@ -56,7 +56,7 @@ void RunDelayed(int num_layers, int num_slots, int num_steps, Stream* compute) {
   std::vector<unsigned char> seen(read.span().size());
   for (int step = 0; step < num_steps; ++step) {
     {
-      CudaLayerInputBytes inputs(num_layers, num_slots, kBytes, &host, compute, copy->get());
+      CudaLayerInputBytes inputs(num_layers, num_slots, kBytes, &host, compute, copy->get(), nullptr);
       for (int layer = 0; layer < num_layers; ++layer) {
         Delay(copy->get());
         ASSERT_EQ(cudaMemsetAsync(inputs.Place(layer), Pattern(step, layer), kBytes, Handle(compute)), cudaSuccess);
