@@ -19,8 +19,13 @@ std::unique_ptr<grpc::ClientContext> Connection::Context() const {
 
 absl::Status CallStatus(const grpc::Status& status, const std::string& server, const std::string& address) {
   const absl::Status ours = FromGrpc(status);
-  if (absl::IsUnavailable(ours)) return Annotate(ours, absl::StrCat(server, " at ", address));
-  return ours;
+  if (!absl::IsUnavailable(ours)) return ours;
+  // gRPC's own words are of attempts and addresses.
+  if (ours.message().find("failed to connect") == ours.message().npos)
+    return Annotate(ours, absl::StrCat(server, " at ", address));
+  return absl::UnavailableError(
+      absl::StrCat(server, " at ", address,
+                   " does not answer: it is not running there, or still starting; tandem status --wait=60s waits for it"));
 }
 
 }  // namespace tandem
