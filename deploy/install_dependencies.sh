@@ -8,7 +8,8 @@
 #     --cuda      with the CUDA libraries, and with the toolkit too (2.6 GB of download in all) unless the machine has one that serves: CUDA 13
 #                 with cuDNN and NCCL
 #     --no-cuda   without them; default: as --cuda where a GPU or such a toolkit is found
-#     --checks    also clang-14, clang-tidy-14 and clang-format-14, which the lint tests and the preset cpu-clang use
+#     --checks    also what tests alone use: clang-14, clang-tidy-14 and clang-format-14 (lint, the preset cpu-clang), prometheus (alerts,
+#                 dashboards). Where systemd runs, Debian's prometheus comes as a service at port 9090, the trainer's /metrics: disable it
 #   TANDEM_CACHE=DIR puts the cache elsewhere (default ~/.cache/tandem).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -30,7 +31,7 @@ packages=(
   libgtest-dev libgmock-dev libsqlite3-dev libyaml-cpp-dev libpcre2-dev libicu-dev nlohmann-json3-dev libssl-dev gnuplot-nox
   bubblewrap python3-grpcio python3-protobuf    # the sandbox of rewards; what the Python package needs, for its tests
 )
-if [ $checks = yes ]; then packages+=(clang-14 clang-tidy-14 clang-format-14); fi
+if [ $checks = yes ]; then packages+=(clang-14 clang-tidy-14 clang-format-14 prometheus); fi
 
 installed=$(dpkg-query -W -f '${db:Status-Status} ${Package}\n' "${packages[@]}" 2>/dev/null || true)
 missing=()

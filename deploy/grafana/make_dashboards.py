@@ -50,7 +50,7 @@ MEMORY = [
         Panel("KV cache in the elastic region", "bytes", [('tandem_kv_cache_bytes{PAIR}', "{{kind}}")],
               "0 used while the trainer holds the region."),
         Panel("Who holds the elastic region", "none", [("tandem_lease_holder{PAIR, daemon=\"trainer_server\"}", "{{holder}}")], most=1),
-        Panel("Changes of the lease a minute", "none", [("changes(tandem_lease_epoch{PAIR}[1m])", "{{daemon}}")]),
+        Panel("Changes of the lease a minute", "none", [("delta(tandem_lease_epoch{PAIR}[1m])", "{{daemon}}")]),
         Panel("Plan against use", "percentunit", [("tandem_plan_use_ratio{JOB}", "{{job}}: {{owner}}")],
               "The most in use since the job began, over what its plan has."),
         Panel("Memory of each process by the driver", "bytes", [("tandem_device_process_memory_bytes{PAIR}", "{{daemon}}")],

@@ -19,6 +19,7 @@ JobRunner::JobRunner(JobStore* store, LoopEnvironment environment, Options optio
 JobRunner::~JobRunner() { Stop(); }
 
 void JobRunner::Start() {
+  ExportState();
   thread_ = std::thread([this] {
     try {
       Run();
