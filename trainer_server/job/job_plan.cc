@@ -446,7 +446,11 @@ void CheckData(const JobSurroundings& surroundings, JobOrigin origin, Lines* fau
     plan->warnings.push_back(absl::StrCat("rollout.prompts_per_step: ", prompts, " is more than the data set's ", num_rows,
                                           " rows: a step draws some rows more than once"));
   }
-  if (num_rows > kMaxEncodedRows + kMaxEncodedLongRows) {
+  // A filter has encoded them all.
+  const std::uint64_t most_tokens = spec.data().max_prompt_tokens() + std::uint64_t{spec.rollout().sampling().max_tokens()};
+  const bool is_bounded =
+      spec.data().max_prompt_tokens() > 0 && most_tokens <= static_cast<std::uint64_t>(surroundings.model.max_positions);
+  if (num_rows > kMaxEncodedRows + kMaxEncodedLongRows && !is_bounded) {
     plan->warnings.push_back(absl::StrCat("data: prompts beyond row ", kMaxEncodedRows, " of ", num_rows, ", but for the ",
                                           kMaxEncodedLongRows, " longest lines, are checked when they are drawn"));
   }

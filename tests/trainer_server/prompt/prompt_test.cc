@@ -114,7 +114,7 @@ TEST(DataSetTest, FaultyFilesAreNamed) {
 
 // A file of 128 MiB under a limit of 24 MiB more than is mapped.
 TEST(DataSetTest, ReadsFilesLargerThanItsMemory) {
-  constexpr std::size_t kRows = 1024, kRowBytes = 128 << 10;
+  constexpr std::size_t kRows = 8192, kRowBytes = 16 << 10;
   const std::string path = FreshDirectory("large") + "/rows.jsonl";
   {
     std::ofstream file(path, std::ios::binary);
