@@ -139,7 +139,8 @@ TEST_F(ExamplesTest, ConversationsAreTrainedOnTheTurnsThatTheModelWrote) {
   EXPECT_GT(num_talks, 0);
   for (const Json& event : Of(pair_->Client("history " + job))) {
     if (event["kind"] != "step") continue;
-    EXPECT_LT(event["sampling/sampling_logp_difference/max"].get<double>(), 2e-4) << event;
+    // A shifted mask would show as whole nats.
+    EXPECT_LT(event["sampling/sampling_logp_difference/max"].get<double>(), TestDevice() == Device::kCpu ? 2e-4 : 0.1) << event;
     EXPECT_EQ(event["conversations_split"], 0);
   }
 }
