@@ -247,7 +247,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
 }  // namespace tandem
 
 int main(int argc, char** argv) {
-  const tandem::DaemonConfig config = tandem::Daemon::ParseFlags(argc, argv, "rollout_server", tandem::v1::ROLE_ROLLOUT,
-                                                                 "127.0.0.1:7071", "127.0.0.1:9091", "127.0.0.1:7070");
+  const tandem::DaemonConfig config =
+      tandem::Daemon::ParseFlags(argc, argv, "rollout_server", tandem::v1::ROLE_ROLLOUT, "127.0.0.1:7071", "127.0.0.1:9091");
   return tandem::Daemon::ExitCode(config, tandem::Run(config));
 }

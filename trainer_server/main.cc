@@ -184,7 +184,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
 }  // namespace tandem
 
 int main(int argc, char** argv) {
-  const tandem::DaemonConfig config = tandem::Daemon::ParseFlags(argc, argv, "trainer_server", tandem::v1::ROLE_TRAINER,
-                                                                 "127.0.0.1:7070", "127.0.0.1:9090", "127.0.0.1:7071");
+  const tandem::DaemonConfig config =
+      tandem::Daemon::ParseFlags(argc, argv, "trainer_server", tandem::v1::ROLE_TRAINER, "127.0.0.1:7070", "127.0.0.1:9090");
   return tandem::Daemon::ExitCode(config, tandem::Run(config));
 }

@@ -1,5 +1,7 @@
 #include "common/rpc/channel.h"
 
+#include "absl/strings/match.h"
+
 namespace tandem {
 
 grpc::Status ToGrpc(const absl::Status& status) {
@@ -11,7 +13,12 @@ absl::Status FromGrpc(const grpc::Status& status) {
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
 }
 
-std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address) {
+bool IsRemoteAddress(const std::string& address) {
+  return !absl::StartsWith(address, "127.") && !absl::StartsWith(address, "localhost:") && !absl::StartsWith(address, "[::1]:") &&
+         !absl::StartsWith(address, "unix:");
+}
+
+std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address, const ChannelSecurity& security) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(4 << 20);
   arguments.SetMaxSendMessageSize(4 << 20);
@@ -20,7 +27,16 @@ std::shared_ptr<grpc::Channel> MakeChannel(const std::string& address) {
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 2000);  // in fact the time that one attempt may take
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
-  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  if (security.ca.empty() || absl::StartsWith(address, "unix:"))
+    return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  grpc::SslCredentialsOptions tls;
+  tls.pem_root_certs = security.ca;
+  tls.pem_cert_chain = security.certificate;
+  tls.pem_private_key = security.key;
+  std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::SslCredentials(tls);
+  if (!security.token.empty())
+    credentials = grpc::CompositeChannelCredentials(credentials, grpc::AccessTokenCredentials(security.token));
+  return grpc::CreateCustomChannel(address, credentials, arguments);
 }
 
 }  // namespace tandem

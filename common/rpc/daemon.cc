@@ -1,6 +1,7 @@
 #include "common/rpc/daemon.h"
 
 #include <signal.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,7 +28,17 @@
 ABSL_FLAG(std::string, listen, "",
           "gRPC address; port 0 picks one. Default 127.0.0.1:7071 (rollout_server), :7070 (trainer_server)");
 ABSL_FLAG(std::string, metrics, "", "address of /metrics; 'off': not served");
-ABSL_FLAG(std::string, peer, "", "gRPC address of the other daemon of the pair");
+ABSL_FLAG(std::string, peer, "", "gRPC address of the other daemon of the pair; default unix:RUN_DIR/PROGRAM.grpc of the other");
+ABSL_FLAG(std::string, tls_cert, "", "PEM certificate chain of --listen, which speaks TLS then; read again when it changes");
+ABSL_FLAG(std::string, tls_key, "", "its PEM key, which nobody else may read; read again when it changes");
+ABSL_FLAG(
+    std::string, tls_client_ca, "",
+    "PEM certificates: a client must show one that these signed; without --tokens_file it may do all. Read again when changed");
+ABSL_FLAG(
+    std::string, tokens_file, "",
+    "who may call what over TLS: lines 'HASH ROLE NAME', HASH the token's SHA-256, ROLE view, submit or administer. Read again "
+    "when it changes");
+ABSL_FLAG(int, max_requests_per_second, 100, "calls over TLS by one name; twice as many at once");
 ABSL_FLAG(std::string, run_dir, "",
           "lock and sockets of the pair, the same for both; default $XDG_RUNTIME_DIR/tandem or /tmp/tandem-UID");
 ABSL_FLAG(std::string, data_dir, "", "jobs and checkpoints; default $HOME/.local/share/tandem/PROGRAM");
@@ -65,6 +76,7 @@ namespace tandem {
 namespace {
 
 constexpr int kMaxMessageBytes = 4 << 20;
+constexpr std::size_t kMaxSocketAddress = sizeof(sockaddr_un::sun_path) - 1 + sizeof("unix:") - 1;
 volatile std::sig_atomic_t stop_signal = 0;  // written by the handler alone
 
 [[noreturn]] void BadFlag(const std::string& message) {
@@ -114,11 +126,15 @@ std::string WithPort(const std::string& address, int port) {
   return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
 }
 
+// Where a daemon serves those who may enter the run folder: its peer and the node's own clients.
+std::string LocalAddress(const std::string& run_dir, const std::string& program) {
+  return absl::StrCat("unix:", run_dir, "/", program, ".grpc");
+}
+
 }  // namespace
 
 DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& program, v1::Role role,
-                                const std::string& default_listen, const std::string& default_metrics,
-                                const std::string& default_peer) {
+                                const std::string& default_listen, const std::string& default_metrics) {
   absl::SetProgramUsageMessage(absl::StrCat(program, ": one half of a Tandem pair"));
   absl::FlagsUsageConfig usage;
   usage.contains_help_flags = [](absl::string_view file) {  // all of ours, not only those of the file with main()
@@ -136,6 +152,12 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   config.program = program;
   config.role = role;
   config.listen = or_default(absl::GetFlag(FLAGS_listen), default_listen);
+  config.access.tls_cert = absl::GetFlag(FLAGS_tls_cert);
+  config.access.tls_key = absl::GetFlag(FLAGS_tls_key);
+  config.access.tls_client_ca = absl::GetFlag(FLAGS_tls_client_ca);
+  config.access.tokens_file = absl::GetFlag(FLAGS_tokens_file);
+  config.access.max_requests_per_second = absl::GetFlag(FLAGS_max_requests_per_second);
+  if (const absl::Status status = CheckAccess(config.access, config.listen); !status.ok()) BadFlag(std::string(status.message()));
   config.metrics_address = or_default(absl::GetFlag(FLAGS_metrics), default_metrics);
   if (config.metrics_address == "off") config.metrics_address.clear();
   config.data_dir =
@@ -151,10 +173,14 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   if (transport != "auto" && transport != "cuda_ipc")
     BadFlag(absl::StrCat("--pool_transport=", transport, " is none of auto, cuda_ipc"));
   config.pool.use_cuda_ipc = transport == "cuda_ipc";
-  config.pool.peer_address = or_default(absl::GetFlag(FLAGS_peer), default_peer);
   const std::string runtime_dir = EnvironmentOr("XDG_RUNTIME_DIR", "");
   config.pool.run_dir = or_default(absl::GetFlag(FLAGS_run_dir), runtime_dir.empty() ? absl::StrCat("/tmp/tandem-", ::getuid())
                                                                                      : absl::StrCat(runtime_dir, "/tandem"));
+  if (const std::string own = LocalAddress(config.pool.run_dir, program); own.size() > kMaxSocketAddress)
+    BadFlag(absl::StrCat("--run_dir=", config.pool.run_dir, " is ", own.size() - kMaxSocketAddress,
+                         " characters too long for the name of a socket in it"));
+  const char* const peer_program = role == v1::ROLE_TRAINER ? "rollout_server" : "trainer_server";
+  config.pool.peer_address = or_default(absl::GetFlag(FLAGS_peer), LocalAddress(config.pool.run_dir, peer_program));
   config.pool.model_path = absl::GetFlag(FLAGS_model);
   if (const std::string shape = absl::GetFlag(FLAGS_random_weights); !shape.empty()) {
     if (!config.pool.model_path.empty()) BadFlag("--model and --random_weights exclude each other");
@@ -183,15 +209,31 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
 int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember* pool,
                   const std::vector<grpc::Service*>& services, const std::function<void(int grpc_port)>& started,
                   const std::function<absl::Status()>& failed, const std::function<void()>& stop) {
+  const absl::StatusOr<std::shared_ptr<Access>> access = Access::Create(config.access);
+  if (!access.ok()) {
+    TANDEM_LOG(kError, "daemon", access.status().ToString());
+    stop();
+    return 2;
+  }
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
   int port = 0;
-  builder.AddListeningPort(config.listen, grpc::InsecureServerCredentials(), &port);
+  builder.AddListeningPort(config.listen, (*access)->Credentials(), &port);
+  // Note [Two listeners]
+  // The pair's own calls, which no token may make, go over a socket in the run folder, which is the user's alone (0700): no
+  // certificate has to be right for the pair to work, and none that leaks opens the pool.
+  if (pool != nullptr)
+    builder.AddListeningPort(LocalAddress(config.pool.run_dir, config.program), grpc::InsecureServerCredentials());
+  std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> interceptors;
+  interceptors.push_back(Access::MakeAudit(*access));
+  builder.experimental().SetInterceptorCreators(std::move(interceptors));
   builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
   builder.SetMaxSendMessageSize(kMaxMessageBytes);
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a second daemon on the address must fail, not share it
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);  // MakeChannel pings every 30 s
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);  // a client that is gone frees its streams
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
   for (grpc::Service* service : services) builder.RegisterService(service);
   const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr || port == 0) {
@@ -199,10 +241,6 @@ int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember
     stop();
     return 2;
   }
-  if (!absl::StartsWith(config.listen, "127.") && !absl::StartsWith(config.listen, "localhost:") &&
-      !absl::StartsWith(config.listen, "[::1]:") && !absl::StartsWith(config.listen, "unix:"))
-    TANDEM_LOG(kWarning, "daemon", "listening beyond the loopback device without authentication: ", config.listen);
-
   // A handler, not a blocked mask: rooms have started threads already, and any thread may be given the signal. Once only, so
   // that a second Ctrl-C ends a shutdown that hangs.
   struct sigaction action {};
@@ -211,7 +249,7 @@ int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember
   ::sigaction(SIGTERM, &action, nullptr);
   ::sigaction(SIGINT, &action, nullptr);
 
-  TANDEM_LOG(kInfo, "daemon", "listening grpc=", WithPort(config.listen, port),
+  TANDEM_LOG(kInfo, "daemon", "listening grpc=", WithPort(config.listen, port), config.access.tls_cert.empty() ? "" : " tls=on",
              " metrics=", config.metrics_address.empty() ? "off" : WithPort(config.metrics_address, metrics->port()));
   started(port);
   absl::Status background;

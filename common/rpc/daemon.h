@@ -9,6 +9,7 @@
 #include "absl/time/time.h"
 #include "common/base/status.h"
 #include "common/metrics/metrics.h"
+#include "common/rpc/access.h"
 #include "common/rpc/channel.h"
 #include "common/sharing/pool_member.h"
 #include "grpcpp/grpcpp.h"
@@ -20,6 +21,7 @@ struct DaemonConfig {
   std::string program;  // "rollout_server"
   v1::Role role = v1::ROLE_UNSPECIFIED;
   std::string listen;  // gRPC address
+  AccessOptions access;
   std::string metrics_address;
   std::string data_dir;  // jobs, checkpoints
   PoolMemberOptions pool;
@@ -27,16 +29,12 @@ struct DaemonConfig {
 
 class Daemon {
  public:
-  // Parses flags (--listen --metrics --peer --run_dir --data_dir --model --random_weights --device --weights --pool_transport
-  // --pool_bytes
-  // --reserve_bytes --chunk_bytes --rollout_standing_bytes --trainer_standing_bytes --strict_leases --start_timeout
-  // --holder_timeout --kill_silent_holder
-  // --log_level), makes the data folder and starts the log. Exits with 1 on a bad flag.
+  // Parses the flags that both daemons have, makes the data folder and starts the log. Exits with 1 on a bad flag.
   static DaemonConfig ParseFlags(int argc, char** argv, const std::string& program, v1::Role role,
-                                 const std::string& default_listen, const std::string& default_metrics,
-                                 const std::string& default_peer);
-  // Listens, prints "listening grpc=127.0.0.1:7071 metrics=127.0.0.1:9091" to the log, serves until SIGTERM or SIGINT or until
-  // `failed` gives an error, then calls `stop` and shuts down within 5 s. Returns the exit code.
+                                 const std::string& default_listen, const std::string& default_metrics);
+  // Listens at --listen and, with a pool, for its peer and the node's own clients at RUN_DIR/PROGRAM.grpc; prints "listening
+  // grpc=127.0.0.1:7071 metrics=127.0.0.1:9091" to the log, serves until SIGTERM or SIGINT or until `failed` gives an error, then
+  // calls `stop` and shuts down within 5 s. Returns the exit code.
   //
   // `pool` (null: none) is watched: when its health() fails, the daemon stops as after `failed`. On a GPU so is the device:
   // tandem_device_memory_bytes follows the driver's figures, and a poisoned context ends the process at once with

@@ -39,8 +39,7 @@ absl::StatusOr<int> ServeNothing(const DaemonConfig& config) {
 }
 
 int RunDaemon(int argc, char** argv) {
-  const DaemonConfig config =
-      Daemon::ParseFlags(argc, argv, "rollout_server", v1::ROLE_ROLLOUT, "127.0.0.1:0", "off", "127.0.0.1:1");
+  const DaemonConfig config = Daemon::ParseFlags(argc, argv, "rollout_server", v1::ROLE_ROLLOUT, "127.0.0.1:0", "off");
   return Daemon::ExitCode(config, ServeNothing(config));
 }
 
@@ -143,12 +142,14 @@ TEST(Daemon, AnErrorBeforeItServesEndsItWithTwo) {
 }
 
 TEST(Daemon, BadFlagsEndItWithOneByName) {
-  for (const auto& [flag, part] : std::vector<std::pair<std::string, std::string>>{{"--pool_bytes=many", "--pool_bytes"},
-                                                                                   {"--log_level=loud", "loud"},
-                                                                                   {"--device=abacus", "abacus"},
-                                                                                   {"--weights=int3", "int3"},
-                                                                                   {"--no_such_flag=1", "no_such_flag"},
-                                                                                   {"word", "'word'"}}) {
+  for (const auto& [flag, part] :
+       std::vector<std::pair<std::string, std::string>>{{"--pool_bytes=many", "--pool_bytes"},
+                                                        {"--log_level=loud", "loud"},
+                                                        {"--device=abacus", "abacus"},
+                                                        {"--weights=int3", "int3"},
+                                                        {"--listen=0.0.0.0:0", "--tls_cert, --tls_key"},
+                                                        {"--no_such_flag=1", "no_such_flag"},
+                                                        {"word", "'word'"}}) {
     DaemonProcess daemon({flag});
     EXPECT_NE(daemon.ReadUntil(part).find(part), std::string::npos) << flag;
     EXPECT_EQ(daemon.ExitCode(), 1) << flag;
