@@ -179,6 +179,7 @@ TEST(RecoveryTest, EveryRecipesStateSurvivesDeath) {
     const std::string job = SubmitRecipe(pair.get());
     ExpectSucceeds(pair.get(), job);
     undisturbed = pair->Trajectory(job);
+    EXPECT_EQ(pair->log(Half::kTrainer).find("no metric is declared"), std::string::npos) << pair->log(Half::kTrainer);
   }
   EXPECT_NE(undisturbed.find("\"pass_at_3\""), std::string::npos);
   EXPECT_NE(undisturbed.find("\"dynamic_sampling/groups_replaced\""), std::string::npos);

@@ -39,6 +39,7 @@ CLOSED_LABELS = {
     "finished_reason": {"stop", "length", "abort", "error"},
 }
 MOST_SERIES = 600  # of one daemon, histograms' buckets included
+MOST_APART_MIB = 32  # what is accounted for and what the driver calls used
 EXPOSER = "exposer_"  # what the HTTP server tells of itself
 
 faults = []
@@ -266,6 +267,22 @@ def check_rules(prometheus):
     print(f"{len(rules)} rules", flush=True)
 
 
+def check_vram(prometheus, begin, end):
+    """Pool and what lay outside of it after the first step, against the driver's figure from then on."""
+    steps, wrong = run_query(prometheus, 'min(tandem_train_step{pair="$pair"})', begin, end)
+    if wrong:
+        return fault(f"tandem_train_step: {wrong}")
+    first = next((t for t, step in steps[0][1] if step >= 1), end)
+    outside, wrong = run_query(prometheus, 'max(tandem_device_memory_bytes{pair="$pair", kind="outside_pool"})', first, end)
+    if wrong:
+        return fault(f"memory outside the pool: {wrong}")
+    values = [value for _, value in outside[0][1]]
+    apart_mib = max(abs(value - values[0]) for value in values) / 2**20
+    print(f"VRAM: pool and the first figure outside of it follow the driver's within {apart_mib:.1f} MiB over {len(values)} looks", flush=True)
+    if apart_mib > MOST_APART_MIB:
+        fault(f"at most {MOST_APART_MIB} MiB")
+
+
 def check_judge(prometheus, begin, end):
     """The judge of panels itself: no such metric, and what cannot be parsed."""
     for expression in ("tandem_no_such_metric", "tandem_train_reward{"):
@@ -296,6 +313,8 @@ def main():
             fault(f"job {job}: {status}")
         check_ended(args, prometheus, job, declared)
         answers = run_panels(args, prometheus, begin, end)
+        if args.gpu:
+            check_vram(prometheus, begin, end)
         check_rules(prometheus)
         check_judge(prometheus, begin, end)
         with open(os.path.join(args.work, "answers.json"), "w", encoding="utf-8") as file:

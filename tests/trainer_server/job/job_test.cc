@@ -12,6 +12,7 @@
 #include "trainer_server/job/content_store.h"
 #include "trainer_server/job/evaluation.h"
 #include "trainer_server/job/history.h"
+#include "trainer_server/job/job_metrics.h"
 #include "trainer_server/job/job_plan.h"
 #include "trainer_server/job/job_store.h"
 #include "trainer_server/job/recipe.h"
@@ -629,6 +630,32 @@ TEST(HistoryTest, CompletionsComeBackAndEndWhereTheReaderStops) {
               }).ok());
   EXPECT_THAT(members, ElementsAre(0, 1));
   EXPECT_TRUE(absl::IsNotFound(ReadCompletions(directory, 5, [](const auto&) { return true; })));
+}
+
+TEST(JobMetricsTest, ValuesOfTheHistoryAreServedUnderTheirDeclaredNames) {
+  const auto metrics = *Metrics::Create("");
+  ExportHistory(
+      {.kind = HistoryEvent::Kind::kStep,
+       .step = 3,
+       .values = {{"reward", 0.5}, {"rewards/of/two parts/mean", 0.25}, {"rewards/exact/std", 0.125}, {"no_such_value", 1}},
+       .times = {{"step_time", 2}}},
+      "a", metrics.get());
+  ExportHistory({.kind = HistoryEvent::Kind::kEvaluation,
+                 .step = 3,
+                 .values = {{"reward", 0.75}, {"pass_at_16", 0.9}, {"best/rewards/exact/mean", 0.8}},
+                 .times = {}},
+                "a", metrics.get());
+  const std::string text = metrics->Text();
+  for (const char* series :
+       {"tandem_train_reward{job=\"a\"} 0.5\n", "tandem_train_rewards_mean{function=\"of/two parts\",job=\"a\"} 0.25\n",
+        "tandem_train_rewards_std{function=\"exact\",job=\"a\"} 0.125\n", "tandem_train_step_time{job=\"a\"} 2\n",
+        "tandem_train_evaluation_reward{job=\"a\"} 0.75\n", "tandem_train_evaluation_pass_at{job=\"a\",k=\"16\"} 0.9\n",
+        "tandem_train_evaluation_best{job=\"a\",metric=\"rewards/exact/mean\"} 0.8\n"}) {
+    EXPECT_THAT(text, HasSubstr(series));
+  }
+  EXPECT_THAT(text, Not(HasSubstr("no_such_value")));
+  metrics->RemoveLabel("job", "a");
+  EXPECT_EQ(metrics->Text(), "");
 }
 
 }  // namespace
