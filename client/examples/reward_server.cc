@@ -30,6 +30,8 @@ class Rewards final : public tandem::v1::RewardService::Service {
           return {grpc::StatusCode::NOT_FOUND, "no function '" + request.header().function() + "' here; there is brevity"};
         }
         completions.resize(std::min(request.header().num_completions(), kMaxCompletions));
+      } else if (request.has_row_piece()) {
+        continue;  // this function needs nothing of the row
       } else if (request.completion().index() < completions.size()) {
         completions[request.completion().index()] += request.completion().text();
       } else {

@@ -35,16 +35,26 @@ std::size_t FrameSize(std::string_view output) {
   return size;
 }
 
+// Text in pieces.
+void AppendText(const std::string& text, std::string* frames) {
+  std::size_t begin = 0;
+  do {
+    const std::size_t end = TextPieceEnd(text, begin, kPieceBytes);
+    AppendFrame({{"text", text.substr(begin, end - begin)}, {"is_last", end == text.size()}}, frames);
+    begin = end;
+  } while (begin < text.size());
+}
+
 std::string CallFrames(const PythonCall& call, const RewardCall& around) {
   std::string frames;
   AppendFrame({{"function", call.function},
-               {"prompt", call.prompt},
-               {"columns", call.columns},
                {"is_chat", call.is_chat},
                {"num_completions", call.completions.size()},
                {"cpu_seconds", std::ceil(absl::ToDoubleSeconds(call.time_limit)) + 1},
                {"state", {{"global_step", around.step}, {"max_steps", around.num_steps}}}},
               &frames);
+  const nlohmann::json row = {{"prompt", call.prompt}, {"columns", call.columns}};
+  AppendText(row.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace), &frames);
   for (const RewardInput& input : call.completions) {
     const std::vector<std::uint32_t>& ids = input.token_ids;
     std::size_t begin = 0;
@@ -55,12 +65,7 @@ std::string CallFrames(const PythonCall& call, const RewardCall& around) {
       AppendFrame({{"ids", piece}, {"is_last", end == ids.size()}}, &frames);
       begin = end;
     } while (begin < ids.size());
-    begin = 0;
-    do {
-      const std::size_t end = TextPieceEnd(input.completion, begin, kPieceBytes);
-      AppendFrame({{"text", input.completion.substr(begin, end - begin)}, {"is_last", end == input.completion.size()}}, &frames);
-      begin = end;
-    } while (begin < input.completion.size());
+    AppendText(input.completion, &frames);
   }
   return frames;
 }

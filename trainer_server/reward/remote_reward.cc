@@ -12,7 +12,6 @@
 namespace tandem {
 namespace {
 
-constexpr std::size_t kMaxRowBytes = 256 << 10;
 constexpr std::size_t kPieceBytes = 256 << 10;
 constexpr std::uint32_t kMostAttempts = 100;
 constexpr absl::Duration kFirstPause = absl::Milliseconds(100), kLongestPause = absl::Seconds(10);
@@ -67,11 +66,6 @@ class RemoteReward final : public RewardFunction {
 
   absl::StatusOr<RewardColumn> Score(std::span<const RewardInput> completions, const RewardCall& call) const override {
     const std::string row = completions.front().row->dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-    if (row.size() > kMaxRowBytes) {
-      return policy_.OnFailure(
-          absl::InvalidArgumentError(absl::StrCat("the row has ", row.size(), " bytes; the limit is ", kMaxRowBytes)),
-          completions.size(), call);
-    }
     absl::Status failure;
     for (std::uint32_t attempt = 1; attempt <= config_.max_attempts(); ++attempt) {
       absl::StatusOr<RewardColumn> rewards = ScoreOnce(row, completions, call);
@@ -117,8 +111,15 @@ class RemoteReward final : public RewardFunction {
     v1::ScoreHeader* header = request.mutable_header();
     header->set_function(config_.function());
     header->set_num_completions(static_cast<std::uint32_t>(completions.size()));
-    header->set_row_json(row);
+    std::size_t row_end = TextPieceEnd(row, 0, kPieceBytes);
+    header->set_row_json(row.substr(0, row_end));
     if (!stream->Write(request)) return false;
+    while (row_end < row.size()) {
+      const std::size_t begin = row_end;
+      row_end = TextPieceEnd(row, begin, kPieceBytes);
+      request.set_row_piece(row.substr(begin, row_end - begin));
+      if (!stream->Write(request)) return false;
+    }
     for (std::size_t i = 0; i < completions.size(); ++i) {
       const std::string& text = completions[i].completion;
       std::size_t begin = 0;

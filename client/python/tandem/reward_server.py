@@ -17,6 +17,7 @@ class _Call:
 
     def __init__(self):
         self.header = None
+        self.row = ""
         self.texts = []
 
     def take(self, request, context):
@@ -25,7 +26,11 @@ class _Call:
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT,
                               f"one header a call, of at most {MAX_COMPLETIONS} completions; got {request.header.num_completions}")
             self.header = request.header
+            self.row = request.header.row_json
             self.texts = [""] * request.header.num_completions
+            return
+        if request.HasField("row_piece"):
+            self.row += request.row_piece
             return
         piece = request.completion
         if piece.index >= len(self.texts):
@@ -84,7 +89,7 @@ class RewardServer:
         if call.header.function not in self._functions:
             known = ", ".join(sorted(self._functions))
             context.abort(grpc.StatusCode.NOT_FOUND, f"no function '{call.header.function}' here; there are {known}")
-        row = json.loads(call.header.row_json)
+        row = json.loads(call.row)
         prompt = row.get(self._prompt_field)
         completions = call.texts
         if isinstance(prompt, list):

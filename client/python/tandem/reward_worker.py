@@ -3,7 +3,8 @@
 A frame is its length, four bytes, the highest first, then JSON of at most MAX_FRAME bytes.
     in   {"file": path, "functions": [names]}                                                     once
     out  {} or {"error": text}
-    in   {"function": name, "prompt": .., "columns": {..}, "is_chat": bool, "num_completions": n, "cpu_seconds": s, "state": {..}}
+    in   {"function": name, "is_chat": bool, "num_completions": n, "cpu_seconds": s, "state": {..}}
+         {"text": piece, "is_last": bool}.. together the JSON text of {"prompt": .., "columns": {..}}
          n times: {"ids": [..], "is_last": bool}.. then {"text": piece, "is_last": bool}..
     out  {"values": [number or null], "faults": {index: text}} or {"error": text}
 What functions print goes to standard error.
@@ -57,6 +58,7 @@ def read_pieces(channel, key, empty):
 
 def answer(channel, functions):
     call = channel.read()
+    row = json.loads(read_pieces(channel, "text", ""))
     completions, ids = [], []
     for _ in range(call["num_completions"]):
         ids.append(read_pieces(channel, "ids", []))
@@ -66,9 +68,9 @@ def answer(channel, functions):
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime + call["cpu_seconds"]) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-    prompts = [call["prompt"]] * len(completions)
+    prompts = [row["prompt"]] * len(completions)
     try:
-        rewards = functions[call["function"]](prompts, completions, ids, call["columns"], call["state"])
+        rewards = functions[call["function"]](prompts, completions, ids, row["columns"], call["state"])
     except reward_function.RewardError as error:
         return {"error": str(error)}
     return {"values": rewards.values, "faults": {str(index): text for index, text in rewards.faults.items()}}

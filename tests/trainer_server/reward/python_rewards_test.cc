@@ -123,8 +123,9 @@ TEST_F(PythonRewardsTest, TextPromptsAreTextUnlessMessagesAreAskedFor) {
   EXPECT_THAT(*ScoreTexts(*MakePython(program, "shape", "as_messages: true"), {"a", "b"}, row), ElementsAre(1.0, 1.0));
   surroundings_.worker_pools = std::make_shared<PythonWorkerPools>();
   const std::string long_text(3'000'000, 'x');
-  EXPECT_THAT(*ScoreTexts(*MakePython(program, "bare"), {"\xc3\xa4\xc3\xb6", "", long_text}, row),
-              ElementsAre(2.0, 0.0, 3'000'000.0));
+  EXPECT_THAT(
+      *ScoreTexts(*MakePython(program, "bare"), {"\xc3\xa4\xc3\xb6", "", long_text}, {{"prompt", "say"}, {"long", long_text}}),
+      ElementsAre(2.0, 0.0, 3'000'000.0));
 }
 
 TEST_F(PythonRewardsTest, FaultsOfAFileAreToldWhenTheJobIsSubmitted) {

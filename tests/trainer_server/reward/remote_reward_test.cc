@@ -20,6 +20,7 @@ using ::testing::HasSubstr;
 
 struct Received {
   v1::ScoreHeader header;
+  std::string row;
   std::vector<std::string> completions;
   std::vector<bool> is_truncated;
   std::size_t largest_piece = 0;
@@ -41,6 +42,12 @@ class FakeRewards final : public v1::RewardService::Service {
         received.header = request.header();
         received.completions.resize(received.header.num_completions());
         received.is_truncated.resize(received.header.num_completions());
+        received.row = received.header.row_json();
+        continue;
+      }
+      if (request.has_row_piece()) {
+        received.largest_piece = std::max(received.largest_piece, request.row_piece().size());
+        received.row += request.row_piece();
         continue;
       }
       received.largest_piece = std::max(received.largest_piece, request.completion().text().size());
@@ -104,10 +111,14 @@ TEST_F(RemoteRewardTest, AGroupIsSentInPiecesAndScored) {
   EXPECT_THAT(*ScoreTexts(*MakeRemote(), {"ab", "", long_text, "cut", "\xff!"}),
               ElementsAre(2.0, std::nullopt, 700'002.0, 3.0, 4.0));
   EXPECT_EQ(received.header.function(), "judge");
-  EXPECT_EQ(Json::parse(received.header.row_json())["answer"], 4);
   EXPECT_EQ(received.completions[2], long_text);
-  EXPECT_LE(received.largest_piece, 256u << 10);
   EXPECT_THAT(received.is_truncated, ElementsAre(false, false, false, true, false));
+  EXPECT_EQ(Json::parse(received.row)["answer"], 4);
+  const Json long_row = {{"prompt", std::string(700'000, 'p')}};
+  const RewardInput of_long_row{.row = &long_row, .completion = "abc"};
+  EXPECT_THAT(*MakeRemote()->Score({&of_long_row, 1}, {}), ElementsAre(3.0));
+  EXPECT_EQ(Json::parse(received.row), long_row);
+  EXPECT_LE(received.largest_piece, 256u << 10);
   EXPECT_EQ(MakeRemote()->name(), "judge");
 }
 
