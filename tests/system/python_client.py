@@ -1,6 +1,8 @@
 """The Python package against a real pair: python_client.py TRAINER FOLDER. `tandem` must be importable. Prints ok, or fails."""
 
+import concurrent.futures
 import os
+import subprocess
 import sys
 
 import grpc
@@ -91,6 +93,30 @@ with tandem.RewardServer([judged, wrong], "127.0.0.1:0") as server:
             assert words in error.details(), error.details()
         else:
             raise AssertionError(function)
+
+# Over TLS, with a token.
+subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
+                "subjectAltName=IP:127.0.0.1", "-keyout", f"{folder}/key.pem", "-out", f"{folder}/cert.pem"], check=True, capture_output=True)
+
+
+def list_jobs(request, context):
+    if dict(context.invocation_metadata()).get("authorization") != "Bearer secret":
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "no such token")
+    return contracts.ListJobsResponse(jobs=[contracts.JobStatus(job="tls-1")])
+
+
+path, request_class, response_class = contracts.method("JobService", "ListJobs")
+secure = grpc.server(concurrent.futures.ThreadPoolExecutor(max_workers=1))
+secure.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tandem.v1.JobService", {"ListJobs": grpc.unary_unary_rpc_method_handler(
+    list_jobs, request_class.FromString, response_class.SerializeToString)}),))
+with open(f"{folder}/key.pem", "rb") as key, open(f"{folder}/cert.pem", "rb") as cert:
+    port = secure.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key.read(), cert.read())]))
+secure.start()
+with tandem.Client(f"127.0.0.1:{port}", timeout=10, ca=f"{folder}/cert.pem", token="secret") as trusted:
+    assert [status.job for status in trusted.jobs()] == ["tls-1"]
+raises("UNAUTHENTICATED", "no such token", lambda: tandem.Client(f"127.0.0.1:{port}", timeout=10, ca=f"{folder}/cert.pem", token="other").jobs())
+raises("UNAVAILABLE", f"trainer_server at 127.0.0.1:{port}", lambda: tandem.Client(f"127.0.0.1:{port}", timeout=5).jobs())
+secure.stop(0).wait()
 
 # A job as text and as a message.
 spec, _ = read_job(job)

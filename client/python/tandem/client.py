@@ -28,11 +28,17 @@ class TandemError(Exception):
 class Client:
     """A trainer_server at `trainer` ("host:port"). Thread-safe."""
 
-    def __init__(self, trainer="127.0.0.1:7070", timeout=30.0):
-        """`timeout`: seconds of one call; streams are not bound by it, and submit and plan may take longer."""
-        self.trainer = trainer
+    def __init__(self, trainer=None, timeout=30.0, ca=None, cert=None, key=None, token=None):
+        """`timeout`: seconds of one call; streams are not bound by it, and submit and plan may take longer.
+
+        `ca`: PEM file of who signs the server's certificate; with it TLS is spoken, and `token` sent with each call. `cert`, `key`: PEM files
+        of this client's own certificate, for mutual TLS. Defaults: TANDEM_TRAINER, TANDEM_CA, TANDEM_CERT, TANDEM_KEY and TANDEM_TOKEN of the
+        environment, else 127.0.0.1:7070 without TLS. Raises OSError for a file that cannot be read.
+        """
+        self.trainer = trainer or os.environ.get("TANDEM_TRAINER") or "127.0.0.1:7070"
         self.timeout = timeout
-        self._channel = grpc.insecure_channel(trainer, options=[("grpc.max_receive_message_length", 4 << 20)])
+        self._channel = _make_channel(self.trainer, *(given or os.environ.get(name) for given, name in (
+            (ca, "TANDEM_CA"), (cert, "TANDEM_CERT"), (key, "TANDEM_KEY"), (token, "TANDEM_TOKEN"))))
 
     def close(self):
         self._channel.close()
@@ -217,6 +223,23 @@ class Client:
         except grpc.RpcError as error:
             where = f"trainer_server at {self.trainer}: " if error.code() == grpc.StatusCode.UNAVAILABLE else ""
             raise TandemError(error.code().name, f"{context}{where}{error.details()}") from None
+
+
+def _make_channel(address, ca, cert, key, token):
+    options = [("grpc.max_receive_message_length", 4 << 20)]
+    if not ca:
+        return grpc.insecure_channel(address, options=options)
+
+    def read(path):
+        if not path:
+            return None
+        with open(path, "rb") as file:
+            return file.read()
+
+    credentials = grpc.ssl_channel_credentials(read(ca), read(key), read(cert))
+    if token:
+        credentials = grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
+    return grpc.secure_channel(address, credentials, options=options)
 
 
 class JobId(str):
