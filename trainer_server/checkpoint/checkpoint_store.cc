@@ -9,6 +9,7 @@
 #include "common/base/check.h"
 #include "common/base/hash.h"
 #include "common/base/log.h"
+#include "common/base/units.h"
 #include "nlohmann/json.hpp"
 #include "trainer_server/checkpoint/durable_file.h"
 
@@ -32,6 +33,7 @@ constexpr char kStepPrefix[] = "step-";
 constexpr char kPartialPrefix[] = "partial-";
 constexpr std::size_t kMaxTextBytes = 1 << 20;
 constexpr std::size_t kMaxArrayBytes = std::size_t{1} << 36;
+constexpr std::uint64_t kSpareBytes = 64 << 20;  // of the file system, left to histories, the job store and logs
 
 struct StateField {
   const char* name;
@@ -126,6 +128,12 @@ absl::StatusOr<std::string> ReadChecked(const std::string& directory, const nloh
   return text;
 }
 
+std::uint64_t SizeOf(const CheckpointArrays& arrays) {
+  std::uint64_t size_bytes = 0;
+  for (const ArrayFile& file : kArrayFiles) size_bytes += (arrays.*file.bytes).size();
+  return size_bytes;
+}
+
 absl::StatusOr<nlohmann::json> ReadManifest(const std::string& directory) {
   const std::string path = directory + "/" + kManifest;
   const absl::StatusOr<std::string> text = ReadWholeFile(path, kMaxTextBytes);
@@ -172,12 +180,42 @@ std::vector<std::uint64_t> CheckpointStore::Steps() const {
   return steps;
 }
 
+void CheckpointStore::Discard(std::uint64_t step) const {
+  const std::string path = DirectoryOf(step);
+  const std::string doomed = absl::StrCat(directory_, "/", kPartialPrefix, "old-", fs::path(path).filename().string());
+  std::error_code ignored;
+  fs::remove_all(doomed, ignored);
+  fs::rename(path, doomed, ignored);
+  fs::remove_all(doomed, ignored);
+}
+
+absl::Status CheckpointStore::MakeRoom(std::uint64_t size_bytes, std::optional<std::uint64_t> best_step) const {
+  std::vector<std::uint64_t> steps = Steps();
+  if (!steps.empty()) steps.pop_back();
+  std::erase(steps, best_step);
+  const std::uint64_t wanted_bytes = size_bytes + kSpareBytes;
+  std::error_code error;
+  std::uint64_t available_bytes = fs::space(directory_, error).available;
+  for (std::size_t i = 0; !error && available_bytes < wanted_bytes && i < steps.size(); ++i) {
+    TANDEM_LOG(kWarning, "checkpoint", "removed for want of room path=", DirectoryOf(steps[i]),
+               " available=", FormatBytes(available_bytes), " wanted=", FormatBytes(wanted_bytes));
+    Discard(steps[i]);
+    available_bytes = fs::space(directory_, error).available;
+  }
+  if (error) return absl::InternalError(absl::StrCat("asking for the free space of ", directory_, " failed: ", error.message()));
+  if (available_bytes >= wanted_bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat("checkpoint in ", directory_, " takes ", FormatBytes(size_bytes), " and ",
+                                                   FormatBytes(kSpareBytes), " must stay free; the file system has ",
+                                                   FormatBytes(available_bytes), ": remove folders of ended jobs beside it"));
+}
+
 absl::Status CheckpointStore::Write(const CheckpointState& state, const std::string& job_text, const CheckpointArrays& arrays,
                                     std::size_t keep) {
   TANDEM_CHECK(keep >= 1, "at least one checkpoint is kept");
   const std::string partial = absl::StrFormat("%s/%s%06d", directory_, kPartialPrefix, state.step);
   std::error_code error;
   fs::remove_all(partial, error);
+  TANDEM_RETURN_IF_ERROR(MakeRoom(SizeOf(arrays), state.evaluation.best_step));
   TANDEM_RETURN_IF_ERROR(MakeDirectories(partial));
   nlohmann::json manifest = {{"format", kFormat}, {"step", state.step}, {"files", nlohmann::json::object()}};
   const auto write = [&](const char* name, std::span<const std::byte> bytes) {
@@ -200,27 +238,20 @@ absl::Status CheckpointStore::Write(const CheckpointState& state, const std::str
 
   // A directory cannot be renamed over a full one: the same step written again first moves the old one away.
   const std::string final_name = DirectoryOf(state.step);
-  const auto discard = [&](const std::string& path) {
-    const std::string doomed = absl::StrCat(directory_, "/", kPartialPrefix, "old-", fs::path(path).filename().string());
-    std::error_code ignored;
-    fs::remove_all(doomed, ignored);
-    fs::rename(path, doomed, ignored);
-    fs::remove_all(doomed, ignored);
-  };
   if (fs::exists(final_name, error)) {
     const absl::StatusOr<nlohmann::json> present = ReadManifest(final_name);
     if (present.ok() && *present == manifest) {  // the job has not moved since
       fs::remove_all(partial, error);
       return absl::OkStatus();
     }
-    discard(final_name);
+    Discard(state.step);
   }
   fs::rename(partial, final_name, error);
   if (error) return absl::InternalError(absl::StrCat("renaming ", partial, " to ", final_name, " failed: ", error.message()));
   TANDEM_RETURN_IF_ERROR(SyncDirectory(directory_));
   const std::vector<std::uint64_t> steps = Steps();
   for (std::size_t i = 0; i + keep < steps.size(); ++i) {
-    if (steps[i] != state.evaluation.best_step) discard(DirectoryOf(steps[i]));
+    if (steps[i] != state.evaluation.best_step) Discard(steps[i]);
   }
   return absl::OkStatus();
 }

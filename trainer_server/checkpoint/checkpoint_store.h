@@ -58,7 +58,8 @@ class CheckpointStore {
   // For readers beside a writer; changes nothing.
   static CheckpointStore OpenForReading(const std::string& directory) { return CheckpointStore(directory); }
 
-  // After an error the checkpoints before are untouched.
+  // Where the file system lacks room, older checkpoints but the newest and that of the best evaluation go first. After an error
+  // those two are untouched. Errors: RESOURCE_EXHAUSTED with what it takes and what is free; nothing was written then.
   absl::Status Write(const CheckpointState& state, const std::string& job_text, const CheckpointArrays& arrays, std::size_t keep);
   // Steps of the checkpoints here, ascending.
   std::vector<std::uint64_t> Steps() const;
@@ -74,6 +75,8 @@ class CheckpointStore {
  private:
   explicit CheckpointStore(std::string directory) : directory_(std::move(directory)) {}
   std::string DirectoryOf(std::uint64_t step) const;
+  void Discard(std::uint64_t step) const;
+  absl::Status MakeRoom(std::uint64_t size_bytes, std::optional<std::uint64_t> best_step) const;
   absl::StatusOr<std::string> ReadAdapter(std::uint64_t step) const;
 
   std::string directory_;

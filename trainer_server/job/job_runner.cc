@@ -237,7 +237,11 @@ void JobRunner::EndJob(const std::string& job, const absl::Status& result, Train
   if (result.ok()) {
     state = v1::JOB_STATE_SUCCEEDED;
   } else if (environment_.peer->is_interrupted()) {
-    TANDEM_LOG(kInfo, "job", "left running job=", job);
+    // Whichever build comes next goes on from this step.
+    const absl::Status written = loop != nullptr ? loop->WriteCheckpoint() : absl::OkStatus();
+    if (!written.ok())
+      TANDEM_LOG(kError, "job", "no checkpoint at the stop job=", job, " because=", std::string(written.message()));
+    TANDEM_LOG(kInfo, "job", "left running job=", job, " step=", loop != nullptr ? absl::StrCat(loop->step()) : "-");
     return;
   } else if (!ContextHealth(environment_.device.device).ok()) {
     // The daemon ends; the next one takes the job up from its checkpoint.

@@ -24,7 +24,8 @@ class JobRunner {
   ~JobRunner();
 
   void Start();
-  // Interrupts the step under way and joins the thread; the running job stays RUNNING in the store. Idempotent.
+  // Interrupts the step under way, writes a checkpoint of the last one and joins the thread; the running job stays RUNNING in the
+  // store. Idempotent.
   void Stop();
 
   // Something in the store changed: a job came, or a request for the running one.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <iterator>
 #include <limits>
 #include <random>
 #include <string_view>
@@ -14,9 +15,10 @@
 namespace tandem {
 namespace {
 
-constexpr char kSchema[] = R"(
-  PRAGMA journal_mode = WAL;
-  PRAGMA synchronous = FULL;
+constexpr char kSettings[] = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;";
+// The i-th brings a file from schema i to i + 1; one that was released never changes. A file of schema 0 is empty, or from before
+// schemas were counted.
+constexpr const char* kMigrations[] = {R"(
   CREATE TABLE IF NOT EXISTS jobs (
     ordinal INTEGER PRIMARY KEY AUTOINCREMENT,
     job TEXT NOT NULL UNIQUE,
@@ -30,7 +32,8 @@ constexpr char kSchema[] = R"(
     job_text TEXT NOT NULL);
   CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, ordinal);
   CREATE TABLE IF NOT EXISTS resident (slot INTEGER PRIMARY KEY CHECK (slot = 0), job TEXT NOT NULL);
-)";
+)"};
+static_assert(std::size(kMigrations) == JobStore::kSchemaVersion);
 constexpr char kColumns[] = "ordinal, job, name, state, request, step, num_steps, error, submitted_at, job_text";
 
 absl::Status SqlError(sqlite3* database, const std::string& what) {
@@ -97,6 +100,29 @@ StoredJob ReadJob(const Statement& row) {
   return job;
 }
 
+absl::Status Execute(sqlite3* database, const std::string& sql, const std::string& what) {
+  return sqlite3_exec(database, sql.c_str(), nullptr, nullptr, nullptr) == SQLITE_OK ? absl::OkStatus()
+                                                                                     : SqlError(database, what);
+}
+
+// Each migration is a transaction with the version that it leaves: a death in between leaves the file at one of the two.
+absl::Status Migrate(sqlite3* database, const std::string& path) {
+  Statement select(database, "PRAGMA user_version");
+  TANDEM_RETURN_IF_ERROR(select.Run());
+  const std::int64_t found = select.Integer(0);
+  if (found < 0 || found > JobStore::kSchemaVersion) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("job store ", path, " has schema ", found, ", of a newer build; this one knows schemas up to ",
+                     JobStore::kSchemaVersion, ": start a build that knows it, or give another --data_dir"));
+  }
+  for (std::int64_t version = found; version < JobStore::kSchemaVersion; ++version) {
+    const std::string sql =
+        absl::StrCat("BEGIN IMMEDIATE;", kMigrations[version], "PRAGMA user_version = ", version + 1, "; COMMIT;");
+    TANDEM_RETURN_IF_ERROR(Execute(database, sql, absl::StrCat("bringing ", path, " to schema ", version + 1)));
+  }
+  return absl::OkStatus();
+}
+
 std::string StateName(v1::JobState state) { return v1::JobState_Name(state); }
 
 bool IsAllowed(v1::JobState from, v1::JobState to) {
@@ -132,7 +158,8 @@ absl::StatusOr<std::unique_ptr<JobStore>> JobStore::Open(const std::string& path
   std::unique_ptr<JobStore> store(new JobStore(database));
   if (opened != SQLITE_OK) return SqlError(database, "opening " + path);
   sqlite3_busy_timeout(database, 5000);
-  if (sqlite3_exec(database, kSchema, nullptr, nullptr, nullptr) != SQLITE_OK) return SqlError(database, "preparing " + path);
+  TANDEM_RETURN_IF_ERROR(Execute(database, kSettings, "preparing " + path));
+  TANDEM_RETURN_IF_ERROR(Migrate(database, path));
   return store;
 }
 

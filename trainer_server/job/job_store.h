@@ -32,7 +32,9 @@ struct StoredJob {
 class JobStore {
  public:
   static constexpr int kMaxQueued = 1000;
-  // Opens or makes the database. Errors: INTERNAL with SQLite's words.
+  static constexpr int kSchemaVersion = 1;
+  // Opens or makes the database; one of an older schema is brought to kSchemaVersion. Errors: INTERNAL with SQLite's words;
+  // FAILED_PRECONDITION (a newer schema, which is left as it is).
   static absl::StatusOr<std::unique_ptr<JobStore>> Open(const std::string& path);
   ~JobStore();
 

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <numeric>
 
@@ -107,6 +108,32 @@ TEST_F(CheckpointStoreTest, ReferenceThatMovesIsKeptAndMissedWhenItIsAbsent) {
   const auto missing = store.LoadNewest("job", into);
   EXPECT_TRUE(absl::IsDataLoss(missing.status())) << missing.status();
   EXPECT_THAT(std::string(missing.status().message()), HasSubstr("reference.bin"));
+}
+
+// The array's pages are never touched: only its size counts.
+TEST_F(CheckpointStoreTest, CheckpointThatWouldFillTheDiskIsRefusedAndCostsOlderOnesAlone) {
+  CheckpointStore store = Open();
+  Arrays arrays;
+  for (const std::uint64_t step : {1, 2, 3, 4}) {
+    CheckpointState state = StateAt(step);
+    state.evaluation.best_step = 2;
+    ASSERT_TRUE(store.Write(state, "job", arrays.view(), 4).ok());
+  }
+  const std::size_t too_large = std::filesystem::space(directory_).available + (std::size_t{1} << 30);
+  void* const pages = ::mmap(nullptr, too_large, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  ASSERT_NE(pages, MAP_FAILED) << too_large;
+  CheckpointArrays large = arrays.view();
+  large.adapter = {static_cast<std::byte*>(pages), too_large};
+  CheckpointState state = StateAt(5);
+  state.evaluation.best_step = 2;
+  const absl::Status refused = store.Write(state, "job", large, 4);
+  EXPECT_EQ(::munmap(pages, too_large), 0);
+  EXPECT_TRUE(absl::IsResourceExhausted(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr(directory_));
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("64.0 MiB must stay free"));
+  EXPECT_THAT(store.Steps(), ElementsAre(2, 4));
+  EXPECT_EQ(store.LoadNewest("job", arrays.view())->value().step, 4u);
+  ASSERT_TRUE(store.Write(state, "job", arrays.view(), 4).ok()) << "a smaller one has room";
 }
 
 TEST_F(CheckpointStoreTest, SameStepMayBeWrittenAgain) {

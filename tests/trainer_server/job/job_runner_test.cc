@@ -305,6 +305,22 @@ TEST_F(JobRunnerTest, TrainerThatDiesAnywhereResumesToTheSameTrajectory) {
   EXPECT_THAT(undisturbed, HasSubstr("\"reward\""));
 }
 
+TEST_F(JobRunnerTest, StopEndsTheStepAndLeavesACheckpointOfTheLastOne) {
+  const std::string directory = FreshDirectory("stopped");
+  auto trainer = NewTrainer(directory);
+  trainer->Start();
+  const std::string job = *trainer->Submit(JobText(100000));
+  // Checkpoints are due each third step.
+  trainer->WaitFor(job, [](const v1::JobStatus& status) { return status.step() >= 4; });
+  trainer->runner_->Stop();
+  const v1::JobStatus status = trainer->Status(job);
+  EXPECT_EQ(status.state(), v1::JOB_STATE_RUNNING);
+  const std::vector<std::uint64_t> steps = CheckpointStore::OpenForReading(directory + "/jobs/" + job + "/checkpoints").Steps();
+  ASSERT_FALSE(steps.empty());
+  EXPECT_GE(steps.back(), status.step());
+  EXPECT_LE(steps.back(), status.step() + 1) << "a step that ended as the stop came";
+}
+
 TEST_F(JobRunnerTest, RolloutServerThatDiesLeavesTheTrajectoryAlone) {
   const std::string text = JobText(9);
   const std::string undisturbed = Undisturbed(text);
