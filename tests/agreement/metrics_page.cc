@@ -61,7 +61,7 @@ std::string Page() {
 
 Both daemons serve Prometheus text at `/metrics` (`--metrics`). Names begin with `tandem_`; units are base units. Serving values have vLLM's
 names after the prefix, training values TRL's, where the meaning is the same. Labels come from small closed sets; the one id among them is `job`,
-of active jobs only: when a job ends, its series go. A family has at most 1024 series. `exposer_*` is what the HTTP server tells of itself. Where Prometheus adds a label `job` of its own, scrape with
+of active jobs only: 15 seconds after a job has ended, its series go. A family has at most 1024 series. `exposer_*` is what the HTTP server tells of itself. Where Prometheus adds a label `job` of its own, scrape with
 `honor_labels: true`; [deploy/prometheus](../deploy/prometheus) has configuration, recording rules and alerts,
 [deploy/grafana](../deploy/grafana) the dashboards; [operations.md](operations.md#monitoring) says how to run them.
 

@@ -241,6 +241,15 @@ def run_panels(args, prometheus, begin, end):
 
 
 def check_ended(args, prometheus, job, declared):
+    # The last values are served until they have been scraped, then nothing of the job.
+    deadline = time.time() + 30
+    while f'job="{job}"' in page_of(args.trainer_metrics) and time.time() < deadline:
+        time.sleep(0.5)
+    for metric, value in (("tandem_train_step", "tandem_train_num_steps"), ("tandem_train_running", "0")):
+        last = prometheus.ask("query", query=f'last_over_time({metric}{{job="{job}"}}[5m])')["data"]["result"]
+        wanted = value if value.isdigit() else prometheus.ask("query", query=f'last_over_time({value}{{job="{job}"}}[5m])')["data"]["result"][0]["value"][1]
+        if not last or last[0]["value"][1] != wanted:
+            fault(f"{metric}: the last that Prometheus saw of it is {last}, not {wanted}")
     # The rollout server still serves the last job's adapter: one version, no more.
     check_page("trainer_server, idle", page_of(args.trainer_metrics), declared, set())
     left = [line for line in page_of(args.rollout_metrics).splitlines() if f'job="{job}"' in line]
@@ -307,11 +316,11 @@ def main():
         begin = time.time()
         job = tandem(args, "submit", args.job)[0]["job"]
         status = watch(args, job, declared)
-        end = time.time()
-        print(f"job {job}: {status['state']} in {end - begin:.1f} s", flush=True)
+        print(f"job {job}: {status['state']} in {time.time() - begin:.1f} s", flush=True)
         if status["state"] != "JOB_STATE_SUCCEEDED":
             fault(f"job {job}: {status}")
         check_ended(args, prometheus, job, declared)
+        end = time.time()
         answers = run_panels(args, prometheus, begin, end)
         if args.gpu:
             check_vram(prometheus, begin, end)

@@ -117,6 +117,13 @@ void JobRunner::ExportState() const {
   }
 }
 
+void JobRunner::ForgetEndedJobs() {
+  while (!ended_jobs_.empty() && absl::Now() - ended_jobs_.front().second >= options_.ended_job_served) {
+    environment_.metrics->RemoveLabel("job", ended_jobs_.front().first);
+    ended_jobs_.pop_front();
+  }
+}
+
 void JobRunner::Run() {
   while (true) {
     bool is_reactivation_due = false;
@@ -133,6 +140,7 @@ void JobRunner::Run() {
         is_reactivation_due_ = true;
       }
     }
+    ForgetEndedJobs();
     if (const absl::Status status = RunNext(); !status.ok()) {
       TANDEM_LOG(kError, "job", "job store because=", std::string(status.message()));
       MutexLock lock(&mutex_);
@@ -162,6 +170,7 @@ absl::Status JobRunner::RunNext() {
 
 void JobRunner::RunJob(const StoredJob& job) {
   const std::string& name = job.status.job();
+  std::erase_if(ended_jobs_, [&](const auto& ended) { return ended.first == name; });  // it was paused
   environment_.metrics->SetGauge(kJobRunning, {name}, 1);
   environment_.metrics->SetGauge(kNumSteps, {name}, job.status.num_steps());
   environment_.metrics->SetGauge(kStep, {name}, job.status.step());
@@ -170,7 +179,9 @@ void JobRunner::RunJob(const StoredJob& job) {
   const absl::Status result = loop.ok() ? WalkThrough(loop->get()) : loop.status();
   EndJob(name, result, loop.ok() ? loop->get() : nullptr);
   environment_.peer->SetImpatient(false);
-  environment_.metrics->RemoveLabel("job", name);
+  // Its last values, an evaluation's among them, are served for a while.
+  environment_.metrics->SetGauge(kJobRunning, {name}, 0);
+  ended_jobs_.emplace_back(name, absl::Now());
   if (loop.ok()) {
     (*loop)->KeepOnlyAdapter();
     resident_ = *std::move(loop);
@@ -222,6 +233,7 @@ absl::Status JobRunner::WalkThrough(TrainingLoop* loop) {
       continue;
     }
     if (loop->is_finished()) return absl::OkStatus();
+    ForgetEndedJobs();
     TANDEM_RETURN_IF_ERROR(loop->RunStep());
     if (loop->is_checkpoint_due()) TANDEM_RETURN_IF_ERROR(loop->WriteCheckpoint());
     TANDEM_RETURN_IF_ERROR(store_->SetStep(name, static_cast<std::uint32_t>(loop->step())));

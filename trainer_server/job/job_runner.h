@@ -2,10 +2,12 @@
 // RUNNING by a life before goes on from its checkpoint. Public functions are thread-safe unless they say otherwise.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "common/base/mutex.h"
@@ -19,6 +21,7 @@ class JobRunner {
   struct Options {
     std::string directory;  // holds jobs/<job>/
     absl::Duration idle_poll = absl::Milliseconds(500);
+    absl::Duration ended_job_served = absl::Seconds(15);  // its metrics: three scrapes
   };
   JobRunner(JobStore* store, LoopEnvironment environment, Options options);
   ~JobRunner();
@@ -56,11 +59,14 @@ class JobRunner {
   void EndJob(const std::string& job, const absl::Status& result, TrainingLoop* loop);
   void Changed(const std::string& running_job, const std::string& phase);
   void ExportState() const;
+  // The series of jobs that ended long enough ago to have been scraped.
+  void ForgetEndedJobs();
 
   JobStore* const store_;
   LoopEnvironment environment_;
   const Options options_;
   std::unique_ptr<TrainingLoop> resident_;  // of the last job: its adapter may still be asked for. Runner thread only.
+  std::deque<std::pair<std::string, absl::Time>> ended_jobs_;  // whose metrics are still served. Runner thread only.
   std::thread thread_;
 
   mutable Mutex mutex_;

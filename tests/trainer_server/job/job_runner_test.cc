@@ -16,6 +16,7 @@ namespace tandem {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 std::string Rows() {
   std::string rows;
@@ -66,8 +67,10 @@ class Trainer {
       logit_chunks_.push_back(options.logit_chunk);
       return policy;
     };
-    runner_ = std::make_unique<JobRunner>(store_.get(), environment,
-                                          JobRunner::Options{.directory = directory, .idle_poll = absl::Milliseconds(10)});
+    runner_ = std::make_unique<JobRunner>(
+        store_.get(), environment,
+        JobRunner::Options{
+            .directory = directory, .idle_poll = absl::Milliseconds(10), .ended_job_served = absl::Milliseconds(200)});
     JobService::Options options;
     options.surroundings = {SmallModel(), environment.encoder, content_.get(), environment.node_memory};
     options.model.config = SmallModel();
@@ -278,6 +281,10 @@ TEST_F(JobRunnerTest, JobLearnsAndIsWatchedBrowsedAndExported) {
   // The job has ended: its series are gone, its adapter can still be asked for. The runner tidies up after it told the end.
   const absl::Time deadline = absl::Now() + absl::Seconds(10);
   while (trainer->standing_.num_pieces() != 2 && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(5));
+  while (trainer->metrics_->Text().find(*job) != std::string::npos && absl::Now() < deadline) {
+    EXPECT_THAT(trainer->metrics_->Text(), Not(HasSubstr(absl::StrCat("tandem_train_running{job=\"", *job, "\"} 1\n"))));
+    absl::SleepFor(absl::Milliseconds(5));
+  }
   EXPECT_EQ(trainer->metrics_->Text().find(*job), std::string::npos);
   EXPECT_EQ(rollout_.version(*job), 13u);
   EXPECT_EQ(trainer->standing_.num_pieces(), 2u);
