@@ -49,6 +49,16 @@ struct ExportOptions {
 absl::Status Export(const Connection& connection, const Words& words, const ExportOptions& options);
 // Asks again while a daemon is not there, for at most `wait`.
 absl::Status ShowStatus(const Connection& connection, const Words& words, absl::Duration wait);
+struct DoctorOptions {
+  std::string run_dir;   // of the pair; empty: the daemons' default
+  std::string data_dir;  // holds both daemons' own; empty: the default
+  std::string reward_python = "/usr/bin/python3";
+  std::string rollout_metrics = "127.0.0.1:9091";
+  std::string trainer_metrics = "127.0.0.1:9090";
+};
+// Whether this node can run the pair, as the user who asks: a line for each thing looked at, with what to do. Changes nothing;
+// takes seconds. Errors: FAILED_PRECONDITION with the number of faults.
+absl::Status Doctor(const Connection& connection, const Words& words, DoctorOptions options);
 // Prints a GRPOConfig of TRL as a job file, what was not kept as comments. Talks to no daemon.
 absl::Status ImportTrl(const Connection& connection, const Words& words);
 

@@ -12,6 +12,11 @@ ABSL_FLAG(std::string, rollout, "127.0.0.1:7071", "address of rollout_server");
 ABSL_FLAG(absl::Duration, timeout, absl::Seconds(30), "limit of one call; streams are not bound by it");
 ABSL_FLAG(absl::Duration, wait, absl::ZeroDuration(), "status: wait so long for daemons that are starting, as 60s");
 ABSL_FLAG(bool, json, false, "print JSON, one object a line");
+ABSL_FLAG(std::string, run_dir, "", "doctor: that of the daemons; empty: their default");
+ABSL_FLAG(std::string, data_dir, "", "doctor: the folder that holds those of both daemons; empty: their default");
+ABSL_FLAG(std::string, reward_python, "/usr/bin/python3", "doctor: that of trainer_server");
+ABSL_FLAG(std::string, rollout_metrics, "127.0.0.1:9091", "doctor: --metrics of rollout_server");
+ABSL_FLAG(std::string, trainer_metrics, "127.0.0.1:9090", "doctor: --metrics of trainer_server");
 ABSL_FLAG(bool, watch, false, "submit: follow the job until it ends");
 ABSL_FLAG(std::vector<std::string>, set, {},
           "submit, plan: fields in text format merged over the job file, as --set='seed: 1,num_steps: 5'");
@@ -63,6 +68,7 @@ constexpr char kUsage[] = R"(trains language models with GRPO, from any machine.
   tandem export JOB DIRECTORY [--merged]         a PEFT adapter directory, or the whole model
   tandem generate PROMPT [--job=JOB]             ask the model
   tandem status                                  both daemons, memory by owner
+  tandem doctor                                  whether this node can run the pair, and what to do
   tandem import-trl CONFIG                       a GRPOConfig (JSON, YAML) as a job file, with what was not kept
 
 Addresses: --trainer, --rollout. For scripts: --json.)";
@@ -140,6 +146,10 @@ int main(int argc, char** argv) {
     status = tandem::Export(connection, words, {absl::GetFlag(FLAGS_merged), absl::GetFlag(FLAGS_best)});
   else if (command == "status")
     status = tandem::ShowStatus(connection, words, absl::GetFlag(FLAGS_wait));
+  else if (command == "doctor")
+    status = tandem::Doctor(connection, words,
+                            {absl::GetFlag(FLAGS_run_dir), absl::GetFlag(FLAGS_data_dir), absl::GetFlag(FLAGS_reward_python),
+                             absl::GetFlag(FLAGS_rollout_metrics), absl::GetFlag(FLAGS_trainer_metrics)});
   else if (command == "import-trl")
     status = tandem::ImportTrl(connection, words);
   else if (command == "generate") {

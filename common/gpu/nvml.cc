@@ -36,6 +36,13 @@ struct Functions {
   int (*processes)(NvmlDevice, unsigned int* count, ProcessInfo*) = nullptr;
 };
 
+template <typename Function>
+absl::Status FindFunction(void* library, const char* name, Function* function) {
+  *function = reinterpret_cast<Function>(::dlsym(library, name));
+  return *function != nullptr ? absl::OkStatus()
+                              : absl::InternalError(absl::StrCat("NVML has no ", name, ": the driver is too old"));
+}
+
 class LoadedNvml final : public Nvml {
  public:
   explicit LoadedNvml(void* library) : library_(library) {}
@@ -83,9 +90,7 @@ class LoadedNvml final : public Nvml {
  private:
   template <typename Function>
   absl::Status Find(const char* name, Function* function) {
-    *function = reinterpret_cast<Function>(::dlsym(library_, name));
-    return *function != nullptr ? absl::OkStatus()
-                                : absl::InternalError(absl::StrCat("NVML has no ", name, ": the driver is too old"));
+    return FindFunction(library_, name, function);
   }
 
   void* const library_;
@@ -94,7 +99,67 @@ class LoadedNvml final : public Nvml {
   bool is_started_ = false;
 };
 
+struct MemoryInfo {
+  unsigned long long total, free, used;  // bytes
+};
+constexpr unsigned int kTextBytes = 96;  // NVML_DEVICE_UUID_V2_BUFFER_SIZE, the longest of its texts
+
+absl::StatusOr<DriverDescription> Describe(void* library) {
+  int (*init)() = nullptr;
+  int (*shutdown)() = nullptr;
+  const char* (*error_string)(int) = nullptr;
+  int (*driver_version)(char*, unsigned int) = nullptr;
+  int (*cuda_version)(int*) = nullptr;
+  int (*count_devices)(unsigned int*) = nullptr;
+  int (*find)(unsigned int index, NvmlDevice*) = nullptr;
+  int (*name_of)(NvmlDevice, char*, unsigned int) = nullptr;
+  int (*memory_of)(NvmlDevice, MemoryInfo*) = nullptr;
+  TANDEM_RETURN_IF_ERROR(FindFunction(library, "nvmlInit_v2", &init));
+  TANDEM_RETURN_IF_ERROR(FindFunction(library, "nvmlShutdown", &shutdown));
+  TANDEM_RETURN_IF_ERROR(FindFunction(library, "nvmlErrorString", &error_string));
+  TANDEM_RETURN_IF_ERROR(FindFunction(library, "nvmlSystemGetDriverVersion", &driver_version));
+  TANDEM_RETURN_IF_ERROR(FindFunction(library, "nvmlSystemGetCudaDriverVersion_v2", &cuda_version));
+  TANDEM_RETURN_IF_ERROR(FindFunction(library, "nvmlDeviceGetCount_v2", &count_devices));
+  TANDEM_RETURN_IF_ERROR(FindFunction(library, "nvmlDeviceGetHandleByIndex_v2", &find));
+  TANDEM_RETURN_IF_ERROR(FindFunction(library, "nvmlDeviceGetName", &name_of));
+  TANDEM_RETURN_IF_ERROR(FindFunction(library, "nvmlDeviceGetMemoryInfo", &memory_of));
+  const auto check = [&](int error, const char* what) {
+    return error == kSuccess ? absl::OkStatus() : absl::InternalError(absl::StrCat("NVML: ", what, ": ", error_string(error)));
+  };
+  TANDEM_RETURN_IF_ERROR(check(init(), "starting"));
+  DriverDescription description;
+  const auto ask = [&]() -> absl::Status {
+    std::array<char, kTextBytes> text{};
+    unsigned int count = 0;
+    TANDEM_RETURN_IF_ERROR(check(driver_version(text.data(), kTextBytes), "version of the driver"));
+    description.version = text.data();
+    TANDEM_RETURN_IF_ERROR(check(cuda_version(&description.cuda_version), "version of CUDA"));
+    TANDEM_RETURN_IF_ERROR(check(count_devices(&count), "number of GPUs"));
+    for (unsigned int i = 0; i < count; ++i) {
+      NvmlDevice device = nullptr;
+      MemoryInfo memory{};
+      TANDEM_RETURN_IF_ERROR(check(find(i, &device), "GPU"));
+      TANDEM_RETURN_IF_ERROR(check(name_of(device, text.data(), kTextBytes), "name of a GPU"));
+      TANDEM_RETURN_IF_ERROR(check(memory_of(device, &memory), "memory of a GPU"));
+      description.gpus.push_back({text.data(), memory.total, memory.free});
+    }
+    return absl::OkStatus();
+  };
+  const absl::Status asked = ask();
+  shutdown();
+  TANDEM_RETURN_IF_ERROR(asked);
+  return description;
+}
+
 }  // namespace
+
+absl::StatusOr<DriverDescription> DescribeDriver(const std::string& library) {
+  void* const handle = ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) return absl::NotFoundError(absl::StrCat("NVML: ", ::dlerror()));
+  absl::StatusOr<DriverDescription> description = Describe(handle);
+  ::dlclose(handle);
+  return description;
+}
 
 absl::StatusOr<std::unique_ptr<Nvml>> Nvml::Open(const std::string& uuid, const std::string& library) {
   void* const handle = ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);

@@ -140,6 +140,7 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   usage.contains_help_flags = [](absl::string_view file) {  // all of ours, not only those of the file with main()
     return absl::EndsWith(file, "common/rpc/daemon.cc") || absl::EndsWith(file, "_server/main.cc");
   };
+  usage.version_string = [program] { return absl::StrCat(program, " ", TANDEM_VERSION, "\n"); };
   absl::SetFlagsUsageConfig(usage);
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
   if (rest.size() > 1) BadFlag(absl::StrCat("'", rest[1], "' is no flag: ", program, " takes flags only"));

@@ -42,6 +42,8 @@ inline constexpr Metric kProcessCpuSecondsTotal = {.name = "tandem_process_cpu_s
 inline constexpr Metric kProcessOpenFiles = {.name = "tandem_process_open_files", .help = "Open descriptors of this process"};
 inline constexpr Metric kProcessStartTimeSeconds = {.name = "tandem_process_start_time_seconds",
                                                     .help = "When the daemon began to serve, Unix time"};
+inline constexpr Metric kBuildInfo = {
+    .name = "tandem_build_info", .help = "1, with the version of the daemon", .labels = {"version"}};
 inline constexpr Metric kDiskBytes = {
     .name = "tandem_disk_bytes", .help = "Of the file system of --data_dir: total, available", .labels = {"kind"}};
 inline constexpr Metric kGpuBusyRatio = {
@@ -69,6 +71,7 @@ inline constexpr std::array kNodeMetrics = {&kMemoryBytes,
                                             &kProcessCpuSecondsTotal,
                                             &kProcessOpenFiles,
                                             &kProcessStartTimeSeconds,
+                                            &kBuildInfo,
                                             &kDiskBytes,
                                             &kSeriesRefusedTotal};
 

@@ -48,6 +48,7 @@ void ExportMemory(const PoolMember& pool, v1::Role role, std::span<const v1::Own
 
 NodeWatch::NodeWatch(const PoolMember* pool, std::string data_dir, Metrics* metrics)
     : pool_(pool), data_dir_(std::move(data_dir)), metrics_(metrics) {
+  metrics_->SetGauge(kBuildInfo, {TANDEM_VERSION}, 1);
   metrics_->SetGauge(kProcessStartTimeSeconds, {}, absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()));
   metrics_->AddCounter(kSeriesRefusedTotal, {}, 0);
   if (pool_ == nullptr || pool_->device() != Device::kCuda) return;

@@ -39,6 +39,23 @@ TEST_F(NvmlTest, WhatTheDriverDoesNotSayIsAbsentAndTheRestIsThere) {
   EXPECT_FALSE((*nvml)->Read().process_memory_bytes.has_value());
 }
 
+TEST_F(NvmlTest, DescribesTheDriverAndItsGpus) {
+  const auto driver = DescribeDriver(TANDEM_FAKE_NVML);
+  ASSERT_TRUE(driver.ok()) << driver.status();
+  EXPECT_EQ(driver->version, "580.95.05");
+  EXPECT_EQ(driver->cuda_version, 13000);
+  ASSERT_EQ(driver->gpus.size(), 1u);
+  EXPECT_EQ(driver->gpus[0].name, "NVIDIA Fake");
+  EXPECT_EQ(driver->gpus[0].total_bytes, 80ULL << 30);
+  EXPECT_EQ(driver->gpus[0].free_bytes, 60ULL << 30);
+  EXPECT_EQ(DescribeDriver("/nowhere/libnvidia-ml.so.1").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(DescribeDriver("libc.so.6").status().code(), absl::StatusCode::kInternal);
+  ::setenv("TANDEM_FAKE_NVML_FAILS", "memory", 1);
+  const auto failed = DescribeDriver(TANDEM_FAKE_NVML);
+  EXPECT_EQ(failed.status().code(), absl::StatusCode::kInternal);
+  EXPECT_NE(failed.status().message().find("memory of a GPU: Unknown Error"), std::string::npos) << failed.status();
+}
+
 TEST_F(NvmlTest, AMissingLibraryAnotherOneAndAnUnknownGpuAreNamed) {
   const auto missing = Nvml::Open("GPU-fake", "/nowhere/libnvidia-ml.so.1");
   EXPECT_EQ(missing.status().code(), absl::StatusCode::kNotFound);
