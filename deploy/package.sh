@@ -71,6 +71,8 @@ cp deploy/package/run_quickstart.sh "$top"
 sed -e "s/@version@/$version/; s/@torch@/$torch/g" deploy/package/README.md > "$top/README.md"
 cp deploy/has_gpu.sh tools/fetch_deps.py "$top/share"
 cp -r deploy/quickstart "$top/share/quickstart"
+mkdir "$top/share/systemd"
+cp deploy/systemd/{*.service,*.flags,environment} "$top/share/systemd"
 cp proto/job.proto "$top/share"
 chmod -R u+rwX,go+rX "$top"
 
