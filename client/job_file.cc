@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
 #include "common/base/hash.h"
 #include "common/base/units.h"
 #include "google/protobuf/io/tokenizer.h"
@@ -15,6 +16,8 @@ namespace tandem {
 namespace {
 
 constexpr std::size_t kPieceBytes = kMiB;
+constexpr int kUploadAttempts = 10;
+constexpr absl::Duration kUploadRetryInterval = absl::Seconds(1);
 constexpr std::uintmax_t kJobFileLimit = 256 * kKiB;
 
 class FaultCollector final : public google::protobuf::io::ErrorCollector {
@@ -50,16 +53,9 @@ absl::StatusOr<std::string> HashFile(const std::string& path) {
   return hash.Finish();
 }
 
-absl::Status SendFile(v1::JobService::Stub* trainer, const Connection& connection, const std::string& path,
-                      const std::string& sha256) {
-  v1::HasContentRequest question;
-  question.set_sha256(sha256);
-  v1::HasContentResponse answer;
-  auto context = connection.Context();
-  TANDEM_RETURN_IF_ERROR(
-      CallStatus(trainer->HasContent(context.get(), question, &answer), "trainer_server", connection.trainer_address));
-  if (answer.present()) return absl::OkStatus();
-
+// Sends `path` from `offset_bytes` on.
+absl::Status SendPieces(v1::JobService::Stub* trainer, const Connection& connection, const std::string& path,
+                        const std::string& sha256, std::uint64_t offset_bytes) {
   std::error_code error;
   const std::uintmax_t size = std::filesystem::file_size(path, error);
   if (error) return absl::NotFoundError(absl::StrCat("cannot read ", path, ": ", error.message()));
@@ -73,15 +69,49 @@ absl::Status SendFile(v1::JobService::Stub* trainer, const Connection& connectio
   request.mutable_header()->set_sha256(sha256);
   request.mutable_header()->set_size_bytes(size);
   request.mutable_header()->set_name(std::filesystem::path(path).filename().string());
+  request.mutable_header()->set_offset_bytes(offset_bytes);
   bool is_open = writer->Write(request);
   std::ifstream file(path, std::ios::binary);
+  file.seekg(static_cast<std::streamoff>(offset_bytes));
   std::string piece(kPieceBytes, '\0');
   while (is_open && (file.read(piece.data(), static_cast<std::streamsize>(piece.size())) || file.gcount() > 0)) {
     request.mutable_piece()->assign(piece.data(), static_cast<std::size_t>(file.gcount()));
     is_open = writer->Write(request);
   }
   writer->WritesDone();
-  return Annotate(CallStatus(writer->Finish(), "trainer_server", connection.trainer_address), absl::StrCat("uploading ", path));
+  return CallStatus(writer->Finish(), "trainer_server", connection.trainer_address);
+}
+
+// Goes on where it stopped when the connection breaks, until kUploadAttempts in a row have brought nothing.
+absl::Status SendFile(v1::JobService::Stub* trainer, const Connection& connection, const std::string& path,
+                      const std::string& sha256) {
+  v1::HasContentRequest question;
+  question.set_sha256(sha256);
+  std::uint64_t furthest_bytes = 0;
+  absl::Status status;
+  for (int attempt = 0; attempt < kUploadAttempts; ++attempt) {
+    if (attempt > 0) absl::SleepFor(kUploadRetryInterval);
+    v1::HasContentResponse answer;
+    auto context = connection.Context();
+    const absl::Status asked =
+        CallStatus(trainer->HasContent(context.get(), question, &answer), "trainer_server", connection.trainer_address);
+    if (!asked.ok()) {
+      if (status.ok() || !absl::IsUnavailable(asked)) return asked;  // no upload has begun
+      continue;
+    }
+    if (answer.present()) return absl::OkStatus();
+    if (answer.partial_bytes() > furthest_bytes) {
+      furthest_bytes = answer.partial_bytes();
+      attempt = 0;
+    }
+    status = SendPieces(trainer, connection, path, sha256, answer.partial_bytes());
+    if (status.ok()) return status;
+    // What was there may have been other bytes: the store has dropped it then.
+    const bool may_pass =
+        absl::IsUnavailable(status) || absl::IsAborted(status) || (absl::IsInvalidArgument(status) && answer.partial_bytes() > 0);
+    if (!may_pass) break;
+  }
+  return Annotate(status, absl::StrCat("uploading ", path));
 }
 
 // Calls `visit(path)` for each file that the job names and stores the content address it gives in place of the path.

@@ -1,14 +1,22 @@
 // tandem: submits jobs, follows them, and asks the model. See `tandem --help`.
+#include <cstdlib>
 #include <iostream>
 #include <map>
+#include <utility>
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
 #include "client/commands.h"
 
-ABSL_FLAG(std::string, trainer, "127.0.0.1:7070", "address of trainer_server");
-ABSL_FLAG(std::string, rollout, "127.0.0.1:7071", "address of rollout_server");
+ABSL_FLAG(std::string, context, "", "of the configuration file; 'none': without it. Default TANDEM_CONTEXT, else the file's own");
+ABSL_FLAG(std::string, trainer, "", "address of trainer_server; default TANDEM_TRAINER, else the context's, else 127.0.0.1:7070");
+ABSL_FLAG(std::string, rollout, "", "address of rollout_server; default TANDEM_ROLLOUT, else the context's, else 127.0.0.1:7071");
+ABSL_FLAG(std::string, ca, "",
+          "PEM file: who signs the servers' certificates; with it TLS is spoken. Default TANDEM_CA, the context's");
+ABSL_FLAG(std::string, cert, "", "PEM file: this client's certificate, for mutual TLS. Default TANDEM_CERT, the context's");
+ABSL_FLAG(std::string, key, "", "PEM file: its key. Default TANDEM_KEY, the context's");
+ABSL_FLAG(std::string, token_file, "", "file with the token. Default TANDEM_TOKEN (the token), TANDEM_TOKEN_FILE, the context's");
 ABSL_FLAG(absl::Duration, timeout, absl::Seconds(30), "limit of one call; streams are not bound by it");
 ABSL_FLAG(absl::Duration, wait, absl::ZeroDuration(), "status: wait so long for daemons that are starting, as 60s");
 ABSL_FLAG(bool, json, false, "print JSON, one object a line");
@@ -71,7 +79,7 @@ constexpr char kUsage[] = R"(trains language models with GRPO, from any machine.
   tandem doctor                                  whether this node can run the pair, and what to do
   tandem import-trl CONFIG                       a GRPOConfig (JSON, YAML) as a job file, with what was not kept
 
-Addresses: --trainer, --rollout. For scripts: --json.)";
+Nodes: --context, of ~/.config/tandem/config.json; or --trainer, --rollout, --ca, --cert, --key, --token_file. For scripts: --json.)";
 
 absl::Status Completions(const tandem::Connection& connection, const tandem::Words& words) {
   tandem::v1::CompletionsRequest filters;
@@ -110,9 +118,18 @@ int main(int argc, char** argv) {
   const std::string command = words.front();
   words.erase(words.begin());
 
-  tandem::Connection connection;
-  connection.trainer_address = absl::GetFlag(FLAGS_trainer);
-  connection.rollout_address = absl::GetFlag(FLAGS_rollout);
+  absl::StatusOr<tandem::Connection> resolved = tandem::ResolveConnection(
+      {absl::GetFlag(FLAGS_context), absl::GetFlag(FLAGS_trainer), absl::GetFlag(FLAGS_rollout), absl::GetFlag(FLAGS_ca),
+       absl::GetFlag(FLAGS_cert), absl::GetFlag(FLAGS_key), absl::GetFlag(FLAGS_token_file)},
+      [](const std::string& name) {
+        const char* value = std::getenv(name.c_str());
+        return std::string(value == nullptr ? "" : value);
+      });
+  if (!resolved.ok()) {
+    std::cerr << "tandem " << command << ": " << resolved.status().message() << "\n";
+    return 1;
+  }
+  tandem::Connection connection = *std::move(resolved);
   connection.timeout = absl::GetFlag(FLAGS_timeout);
   connection.json = absl::GetFlag(FLAGS_json);
   const std::string tensorboard = absl::GetFlag(FLAGS_tensorboard);

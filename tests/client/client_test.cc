@@ -39,17 +39,30 @@ class RecordingTrainer final : public v1::JobService::Service {
  public:
   grpc::Status HasContent(grpc::ServerContext*, const v1::HasContentRequest* request, v1::HasContentResponse* response) override {
     response->set_present(contents.count(request->sha256()) != 0);
+    response->set_partial_bytes(partial.size());
     return grpc::Status::OK;
   }
   grpc::Status Upload(grpc::ServerContext*, grpc::ServerReader<v1::UploadRequest>* reader, v1::UploadResponse*) override {
     v1::UploadRequest request;
     std::string sha256, bytes;
+    ++num_uploads;
     while (reader->Read(&request)) {
-      if (request.has_header()) sha256 = request.header().sha256();
+      if (request.has_header()) {
+        sha256 = request.header().sha256();
+        offsets.push_back(request.header().offset_bytes());
+        bytes = partial.substr(0, request.header().offset_bytes());
+      }
       largest_piece = std::max(largest_piece, request.piece().size());
       bytes += request.piece();
+      if (num_uploads <= num_broken_uploads && request.has_piece()) {
+        partial = bytes;
+        return grpc::Status(grpc::StatusCode::UNAVAILABLE, "Socket closed");
+      }
     }
-    ++num_uploads;
+    if (Sha256Hex(bytes) != sha256) {
+      partial.clear();
+      return grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, "other bytes");
+    }
     contents[sha256] = bytes;
     return grpc::Status::OK;
   }
@@ -98,6 +111,9 @@ class RecordingTrainer final : public v1::JobService::Service {
   v1::CompletionsRequest filters;
   std::size_t largest_piece = 0;
   int num_uploads = 0;
+  int num_broken_uploads = 0;  // the first so many break after a piece
+  std::string partial;
+  std::vector<std::uint64_t> offsets;  // by upload
   std::string job_text;
   std::uint32_t live_sequences = 0;
   v1::PlanResponse plan;
@@ -245,6 +261,26 @@ TEST_F(ClientTest, UnreachableServerIsNamedWithItsAddress) {
   EXPECT_TRUE(absl::IsUnavailable(status));
   EXPECT_THAT(std::string(status.message()),
               HasSubstr("trainer_server at 127.0.0.1:1 does not answer: it is not running there, or still starting"));
+}
+
+TEST_F(ClientTest, AnUploadGoesOnWhereTheConnectionBroke) {
+  const std::string directory = FreshDirectory("resume");
+  const std::string data = std::string(kMiB, 'a') + std::string(kMiB, 'b') + "end";
+  WriteFile(directory + "/rows.jsonl", data);
+  WriteFile(directory + "/job.textproto", "data { path: \"rows.jsonl\" }");
+  trainer_.num_broken_uploads = 2;
+  EXPECT_EQ(Submit(connection_, {directory + "/job.textproto"}, SubmitOptions()), absl::OkStatus());
+  EXPECT_EQ(trainer_.offsets, (std::vector<std::uint64_t>{0, kMiB, 2 * kMiB}));
+  EXPECT_EQ(trainer_.contents[Sha256Hex(data)], data);
+
+  // What another has left under this address are other bytes: sent anew.
+  trainer_.contents.clear();
+  trainer_.offsets.clear();
+  trainer_.num_broken_uploads = 0;
+  trainer_.partial = "zzz";
+  EXPECT_EQ(Submit(connection_, {directory + "/job.textproto"}, SubmitOptions()), absl::OkStatus());
+  EXPECT_EQ(trainer_.offsets, (std::vector<std::uint64_t>{3, 0}));
+  EXPECT_EQ(trainer_.contents[Sha256Hex(data)], data);
 }
 
 // Three steps, and an evaluation before and after.

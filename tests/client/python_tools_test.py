@@ -165,4 +165,69 @@ class WandbTest(unittest.TestCase):
             tool.main(["--project=p"], [])
 
 
+class ConnectionTest(unittest.TestCase):
+    """As the command's: tests/client/connection_test.cc."""
+
+    def setUp(self):
+        with library(grpc=types.ModuleType("grpc")):
+            self.connection = load("connection")
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = temporary.name
+        self.write("ca.pem", "-----BEGIN CERTIFICATE-----\n")
+        self.write("cert.pem", "c")
+        self.write("key.pem", "k")
+        self.write("token", " secret\n")
+        self.config = self.write("config.json", json.dumps({"context": "one", "contexts": {
+            "one": {"trainer": "one:7070", "ca": "ca.pem", "cert": "cert.pem", "key": "key.pem", "token_file": "token"},
+            "two": {"trainer": "two:7070"}}}))
+
+    def write(self, name, text, mode=0o600):
+        path = os.path.join(self.folder, name)
+        with open(path, "w") as file:
+            file.write(text)
+        os.chmod(path, mode)
+        return path
+
+    def resolve(self, environment=None, **given):
+        return self.connection.resolve(environment={"TANDEM_CONFIG": self.config, **(environment or {})}, **given)
+
+    def fails(self, code, words, environment=None, **given):
+        with self.assertRaisesRegex(self.connection.TandemError, words) as caught:
+            self.resolve(environment, **given)
+        self.assertEqual(caught.exception.code, code)
+
+    def test_arguments_go_before_environment_before_file_before_defaults(self):
+        found = self.resolve()
+        self.assertEqual((found.trainer, found.ca, found.cert, found.key, found.token),
+                         ("one:7070", b"-----BEGIN CERTIFICATE-----\n", b"c", b"k", "secret"))
+        self.assertNotIn("secret", repr(found))
+        found = self.resolve({"TANDEM_TRAINER": "three:7070", "TANDEM_TOKEN": "other"})
+        self.assertEqual((found.trainer, found.token), ("three:7070", "other"))
+        found = self.resolve({"TANDEM_TRAINER": "three:7070", "TANDEM_TOKEN": "other"}, trainer="four:7070",
+                             token_file=os.path.join(self.folder, "token"))
+        self.assertEqual((found.trainer, found.token), ("four:7070", "secret"))
+        self.assertEqual(self.resolve(token="given").token, "given")
+        self.assertEqual(self.resolve({"TANDEM_CONTEXT": "two"}).trainer, "two:7070")
+        self.assertEqual(self.resolve({"TANDEM_CONTEXT": "two"}, context="one").trainer, "one:7070")
+        self.assertEqual(self.resolve(context="none").trainer, "127.0.0.1:7070")
+        self.assertEqual(self.connection.resolve(environment={"HOME": self.folder}).trainer, "127.0.0.1:7070")
+
+    def test_faults_name_file_key_and_what_to_do(self):
+        self.fails("NOT_FOUND", "no context 'three'; there are: one, two", context="three")
+        for text, words in (("[1]", "not a JSON object"), ("{", "not a JSON object"), ('{"contextz": {}}', "'contextz' is not"),
+                            ('{"context": "a", "contexts": {"a": {"tokenfile": "x"}}}', "'tokenfile' is none of trainer")):
+            self.write("config.json", text)
+            self.fails("INVALID_ARGUMENT", words)
+        self.fails("NOT_FOUND", "cannot read /absent.json", {"TANDEM_CONFIG": "/absent.json"})
+        self.fails("INVALID_ARGUMENT", "over TLS only: give ca", context="none", token="x")
+        ca = os.path.join(self.folder, "ca.pem")
+        self.fails("INVALID_ARGUMENT", "cert and key are given together", context="none", ca=ca, cert=ca)
+        self.fails("INVALID_ARGUMENT", "more than one word", context="none", ca=ca, token="a b")
+        shown = self.write("shown", "x", 0o640)
+        self.fails("PERMISSION_DENIED", "others may read .*/shown: chmod 600", context="none", ca=ca, token_file=shown)
+        with self.assertRaisesRegex(TypeError, "no setting 'tls'"):
+            self.resolve(tls=True)
+
+
 unittest.main()

@@ -70,7 +70,10 @@ DaemonPair::DaemonPair(DaemonPairOptions options) : options_(std::move(options))
   std::filesystem::create_directories(options_.directory);
   const std::vector<int> ports = FreePorts(4);
   for (std::size_t i = 0; i < 2; ++i) {
-    addresses_[i] = absl::StrCat("127.0.0.1:", ports[i]);
+    listens_[i] = absl::StrCat("127.0.0.1:", ports[i]);
+    addresses_[i] = options_.meets_in_run_dir ? absl::StrCat("unix:", options_.directory, "/pool/",
+                                                             ProgramOf(i == 0 ? Half::kRollout : Half::kTrainer), ".grpc")
+                                              : listens_[i];
     metrics_ports_[i] = ports[i + 2];
   }
 }
@@ -85,14 +88,14 @@ void DaemonPair::Start(Half half) {
   TANDEM_CHECK(pids_[Index(half)] == -1, ProgramOf(half), " runs already");
   const std::size_t own = Index(half), other = 1 - own;
   std::vector<std::string> words = {BinDirectory() + "/" + ProgramOf(half),
-                                    "--listen=" + addresses_[own],
+                                    "--listen=" + listens_[own],
                                     absl::StrCat("--metrics=127.0.0.1:", metrics_ports_[own]),
-                                    "--peer=" + addresses_[other],
                                     "--run_dir=" + options_.directory + "/pool",
                                     "--data_dir=" + data_dir(half),
                                     "--model=" + options_.model,
                                     TestDevice() == Device::kCuda ? "--device=cuda" : "--device=cpu"};
   if (TestDevice() == Device::kCuda) words.push_back("--pool_bytes=4GiB");
+  if (!options_.meets_in_run_dir) words.push_back("--peer=" + addresses_[other]);
   words.insert(words.end(), options_.flags.begin(), options_.flags.end());
   if (half == Half::kTrainer) words.insert(words.end(), options_.trainer_flags.begin(), options_.trainer_flags.end());
   std::vector<char*> argv;

@@ -26,6 +26,7 @@ struct DaemonPairOptions {
   std::string model;
   std::vector<std::string> flags;               // for both, after those of TestDevice()
   std::vector<std::string> trainer_flags = {};  // for the trainer alone
+  bool meets_in_run_dir = false;                // their addresses are sockets there: for daemons whose flags name a --listen
   std::string preloaded;                        // a library beside the test's binary that is loaded into both; empty: none
 };
 
@@ -68,7 +69,7 @@ class DaemonPair {
   static std::size_t Index(Half half) { return half == Half::kRollout ? 0 : 1; }
   DaemonPairOptions options_;
   pid_t pids_[2] = {-1, -1};
-  std::string addresses_[2];
+  std::string listens_[2], addresses_[2];
   int metrics_ports_[2] = {0, 0};
 };
 

@@ -139,7 +139,7 @@ grpc::Status JobService::Upload(grpc::ServerContext*, grpc::ServerReader<v1::Upl
     return ToGrpc(absl::InvalidArgumentError("an upload begins with a header"));
   }
   const std::string sha256 = request.header().sha256();
-  auto upload = content_->BeginUpload(sha256, request.header().size_bytes());
+  auto upload = content_->BeginUpload(sha256, request.header().size_bytes(), request.header().offset_bytes());
   if (!upload.ok()) return ToGrpc(upload.status());
   while (reader->Read(&request)) {
     if (!request.has_piece() || request.piece().size() > kPieceBytes) {
@@ -156,6 +156,7 @@ grpc::Status JobService::Upload(grpc::ServerContext*, grpc::ServerReader<v1::Upl
 grpc::Status JobService::HasContent(grpc::ServerContext*, const v1::HasContentRequest* request,
                                     v1::HasContentResponse* response) {
   response->set_present(content_->Has(request->sha256()));
+  response->set_partial_bytes(content_->PartialBytes(request->sha256()));
   return grpc::Status::OK;
 }
 

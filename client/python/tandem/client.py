@@ -8,37 +8,31 @@ import time
 import grpc
 from google.protobuf import text_format
 
-from . import contracts
+from . import connection, contracts
+from .connection import TandemError
 
 PIECE_BYTES = 1 << 20
 MAX_JOB_FILE_BYTES = 256 << 10
+UPLOAD_ATTEMPTS = 10  # in a row that bring nothing
+UPLOAD_RETRY_SECONDS = 1.0
 CHECK_SECONDS = 600  # of submit and plan at least: every row is read, every file of rewards imported
 PATIENCE_SECONDS = 600  # of watch, without a single event
 _ENDED = ("succeeded", "failed", "cancelled")
 
 
-class TandemError(Exception):
-    """`code` is gRPC's name for what went wrong ("INVALID_ARGUMENT"); the text says it in words, a fault a line."""
-
-    def __init__(self, code, text):
-        super().__init__(text)
-        self.code = code
-
-
 class Client:
-    """A trainer_server at `trainer` ("host:port"). Thread-safe."""
+    """A trainer_server at `trainer` ("host:port"), else that of the configuration file. Thread-safe."""
 
-    def __init__(self, trainer=None, timeout=30.0, ca=None, cert=None, key=None, token=None):
+    def __init__(self, trainer=None, timeout=30.0, **settings):
         """`timeout`: seconds of one call; streams are not bound by it, and submit and plan may take longer.
 
-        `ca`: PEM file of who signs the server's certificate; with it TLS is spoken, and `token` sent with each call. `cert`, `key`: PEM files
-        of this client's own certificate, for mutual TLS. Defaults: TANDEM_TRAINER, TANDEM_CA, TANDEM_CERT, TANDEM_KEY and TANDEM_TOKEN of the
-        environment, else 127.0.0.1:7070 without TLS. Raises OSError for a file that cannot be read.
+        `settings`: context, ca, cert, key, token_file as the command's flags of these names, and token, the token itself. What is not
+        given comes from the environment, then from the configuration file (connection.resolve). Raises TandemError.
         """
-        self.trainer = trainer or os.environ.get("TANDEM_TRAINER") or "127.0.0.1:7070"
+        found = connection.resolve(trainer=trainer, **settings)
+        self.trainer = found.trainer
         self.timeout = timeout
-        self._channel = _make_channel(self.trainer, *(given or os.environ.get(name) for given, name in (
-            (ca, "TANDEM_CA"), (cert, "TANDEM_CERT"), (key, "TANDEM_KEY"), (token, "TANDEM_TOKEN"))))
+        self._channel = found.channel()
 
     def close(self):
         self._channel.close()
@@ -175,27 +169,51 @@ class Client:
                 python.path = ""
 
     def upload(self, path):
-        """Sends a file that the store lacks, in pieces; its SHA-256."""
+        """Sends a file that the store lacks, in pieces, and goes on where it stopped when the connection breaks; its SHA-256."""
         digest = hashlib.sha256()
         with open(path, "rb") as file:
             while piece := file.read(PIECE_BYTES):
                 digest.update(piece)
         sha256 = digest.hexdigest()
-        if self._call("HasContent", contracts.HasContentRequest(sha256=sha256)).present:
-            return sha256
+        furthest, attempt, error = 0, 0, None
+        while attempt < UPLOAD_ATTEMPTS:
+            if attempt > 0:
+                time.sleep(UPLOAD_RETRY_SECONDS)
+            attempt += 1
+            try:
+                answer = self._call("HasContent", contracts.HasContentRequest(sha256=sha256))
+            except TandemError as asked:
+                if error is None or asked.code != "UNAVAILABLE":  # no upload has begun
+                    raise
+                continue
+            if answer.present:
+                return sha256
+            if answer.partial_bytes > furthest:
+                furthest, attempt = answer.partial_bytes, 1
+            try:
+                self._send(path, sha256, answer.partial_bytes)
+                return sha256
+            except TandemError as sent:
+                error = sent
+                # What was there may have been other bytes: the store has dropped it then.
+                if sent.code not in ("UNAVAILABLE", "ABORTED") and not (sent.code == "INVALID_ARGUMENT" and answer.partial_bytes):
+                    break
+        raise error
+
+    def _send(self, path, sha256, offset):
         size = os.path.getsize(path)
 
         def pieces():
-            header = contracts.UploadHeader(sha256=sha256, size_bytes=size, name=os.path.basename(path))
+            header = contracts.UploadHeader(sha256=sha256, size_bytes=size, name=os.path.basename(path), offset_bytes=offset)
             yield contracts.UploadRequest(header=header)
             with open(path, "rb") as file:
+                file.seek(offset)
                 while piece := file.read(PIECE_BYTES):
                     yield contracts.UploadRequest(piece=piece)
 
         where, request, response = contracts.method("JobService", "Upload")
         call = self._channel.stream_unary(where, request.SerializeToString, response.FromString)
         self._guard(lambda: call(pieces(), timeout=60 + size / PIECE_BYTES), f"uploading {path}: ")
-        return sha256
 
     # ---- Calls ---------------------------------------------------------------------------------------------------------------
 
@@ -223,23 +241,6 @@ class Client:
         except grpc.RpcError as error:
             where = f"trainer_server at {self.trainer}: " if error.code() == grpc.StatusCode.UNAVAILABLE else ""
             raise TandemError(error.code().name, f"{context}{where}{error.details()}") from None
-
-
-def _make_channel(address, ca, cert, key, token):
-    options = [("grpc.max_receive_message_length", 4 << 20)]
-    if not ca:
-        return grpc.insecure_channel(address, options=options)
-
-    def read(path):
-        if not path:
-            return None
-        with open(path, "rb") as file:
-            return file.read()
-
-    credentials = grpc.ssl_channel_credentials(read(ca), read(key), read(cert))
-    if token:
-        credentials = grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
-    return grpc.secure_channel(address, credentials, options=options)
 
 
 class JobId(str):

@@ -504,6 +504,68 @@ TEST(ContentStoreTest, OnlyWholeContentStandsUnderItsAddress) {
   EXPECT_TRUE(absl::IsResourceExhausted(store->BeginUpload(sha256, 60).status()));
 }
 
+TEST(ContentStoreTest, AnUploadThatBrokeOffIsGoneOnWithAlsoAfterARestart) {
+  const std::string directory = FreshDirectory("content_resume");
+  auto store = *ContentStore::Open(directory, 100);
+  const std::string bytes = "0123456789", sha256 = Sha256Hex(bytes);
+  const auto send = [&](const std::string& part, std::uint64_t offset_bytes) {
+    auto upload = store->BeginUpload(sha256, bytes.size(), offset_bytes);
+    if (!upload.ok()) return upload.status();
+    if (const absl::Status status = (*upload)->Append(part); !status.ok()) return status;
+    return (*upload)->Commit();
+  };
+  EXPECT_EQ(store->PartialBytes(sha256), 0u);
+  EXPECT_TRUE(absl::IsInvalidArgument(send("0123", 0)));
+  EXPECT_EQ(store->PartialBytes(sha256), 4u);
+  EXPECT_TRUE(absl::IsAborted(send("56789", 5)));  // there are 4
+  EXPECT_TRUE(absl::IsInvalidArgument(send("", 11)));
+  EXPECT_EQ(store->PartialBytes(sha256), 4u);
+  EXPECT_TRUE(absl::IsInvalidArgument(send("3456", 3)));  // an offset before the end is as good
+  EXPECT_EQ(store->PartialBytes(sha256), 7u);
+  { const auto dropped_at_once = *store->BeginUpload(sha256, bytes.size(), 7); }
+  EXPECT_EQ(store->PartialBytes(sha256), 7u);
+  store.reset();
+  store = *ContentStore::Open(directory, 100);
+  EXPECT_EQ(store->PartialBytes(sha256), 7u);
+  EXPECT_FALSE(store->Has(sha256));
+  ASSERT_EQ(send("789", 7), absl::OkStatus());
+  EXPECT_EQ(ReadText(*store->PathOf(sha256)), bytes);
+  EXPECT_EQ(store->PartialBytes(sha256), 0u);
+  EXPECT_TRUE(store->BeginUpload(Sha256Hex("x"), 90).ok());  // of 100, 10 are in use
+}
+
+TEST(ContentStoreTest, PartialContentThatIsWrongOldOrInTheWayGoes) {
+  const std::string directory = FreshDirectory("content_partial");
+  auto store = *ContentStore::Open(directory, 100);
+  const auto begin = [&](const std::string& name, std::size_t sent) {
+    auto upload = *store->BeginUpload(Sha256Hex(name), 40);
+    EXPECT_TRUE(upload->Append(std::string(sent, 'x')).ok());
+  };
+  const auto partial = [&](const std::string& name) { return store->PartialBytes(Sha256Hex(name)); };
+  begin("a", 30);
+  {
+    auto upload = *store->BeginUpload(Sha256Hex("a"), 40, 30);
+    ASSERT_TRUE(upload->Append(std::string(10, 'y')).ok());
+    EXPECT_THAT(std::string(upload->Commit().message()), HasSubstr("was announced"));
+  }
+  EXPECT_EQ(partial("a"), 0u);  // other bytes than announced
+  begin("b", 30);
+  begin("c", 30);
+  EXPECT_EQ(partial("b") + partial("c"), 60u);
+  { const auto upload = *store->BeginUpload(Sha256Hex("d"), 70); }
+  EXPECT_EQ(partial("b"), 0u);  // the older
+  EXPECT_EQ(partial("c"), 30u);
+  const std::string path = directory + "/partial-" + Sha256Hex("c");
+  std::filesystem::last_write_time(path, std::filesystem::file_time_type::clock::now() - std::chrono::hours(25));
+  store.reset();
+  store = *ContentStore::Open(directory, 100);
+  EXPECT_EQ(partial("c"), 0u);
+  EXPECT_FALSE(std::filesystem::exists(path));
+  for (std::size_t i = 0; i <= ContentStore::kMaxPartials; ++i) begin(absl::StrCat("many ", i), 1);
+  EXPECT_EQ(partial("many 0"), 0u);
+  EXPECT_EQ(partial(absl::StrCat("many ", ContentStore::kMaxPartials)), 1u);
+}
+
 class JobStoreTest : public ::testing::Test {
  protected:
   JobStoreTest() : path_(FreshDirectory("job_store") + "/jobs.sqlite") { Reopen(); }

@@ -1,0 +1,128 @@
+"""Where a trainer_server is and what it is shown: arguments, environment, configuration file, as the command `tandem` has them."""
+
+import json
+import os
+import stat
+from dataclasses import dataclass, field
+
+import grpc
+
+FIELDS = ("trainer", "rollout", "ca", "cert", "key", "token_file")
+PATHS = FIELDS[2:]
+MAX_FILE_BYTES = 1 << 20
+
+
+class TandemError(Exception):
+    """`code` is gRPC's name for what went wrong ("INVALID_ARGUMENT"); the text says it in words, a fault a line."""
+
+    def __init__(self, code, text):
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Connection:
+    trainer: str
+    ca: bytes = b""  # PEM; set: TLS
+    cert: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+    token: str = field(default="", repr=False)
+
+    def channel(self):
+        options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.keepalive_time_ms", 30000), ("grpc.keepalive_timeout_ms", 20000)]
+        if not self.ca or self.trainer.startswith("unix:"):
+            return grpc.insecure_channel(self.trainer, options=options)
+        credentials = grpc.ssl_channel_credentials(self.ca, self.key or None, self.cert or None)
+        if self.token:
+            credentials = grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(self.token))
+        return grpc.secure_channel(self.trainer, credentials, options=options)
+
+
+def resolve(context="", token="", environment=os.environ, **given):
+    """A Connection. What is given (paths, addresses, the token) goes before the environment (TANDEM_TRAINER, _CA, _CERT, _KEY, _TOKEN_FILE, and _TOKEN, the token
+    itself), that before the context of the configuration file (TANDEM_CONFIG, else ~/.config/tandem/config.json), that before
+    127.0.0.1:7070. The context "none" is that of no file. Raises TandemError."""
+    unknown = sorted(set(given) - set(FIELDS))
+    if unknown:
+        raise TypeError(f"tandem.Client has no setting '{unknown[0]}'; there are context, token, {', '.join(FIELDS)}")
+    context = context or environment.get("TANDEM_CONTEXT", "")
+    settings = {}
+    if context != "none":
+        path = environment.get("TANDEM_CONFIG", "")
+        is_named = bool(path or context)
+        if not path:
+            home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", ""), ".config")
+            path = os.path.join(home, "tandem", "config.json")
+        if is_named or os.path.exists(path):
+            settings = _read_context(path, context)
+    for name in FIELDS:
+        value = given.get(name) or environment.get("TANDEM_" + name.upper())
+        if value:
+            settings[name] = os.fspath(value)
+    if not token and not given.get("token_file"):
+        token = environment.get("TANDEM_TOKEN", "")
+    return _read_files(settings, token)
+
+
+def _read_files(settings, token):
+    if bool(settings.get("cert")) != bool(settings.get("key")):
+        raise TandemError("INVALID_ARGUMENT", "cert and key are given together or not at all")
+    if not token and settings.get("token_file"):
+        token = _read(settings["token_file"], "token_file", is_private=True).decode("utf-8", "replace").strip()
+    trainer = settings.get("trainer") or "127.0.0.1:7070"
+    if not settings.get("ca"):
+        if token or settings.get("cert"):
+            raise TandemError("INVALID_ARGUMENT", "a token or a client certificate is shown over TLS only: give ca, the server's CA")
+        return Connection(trainer)
+    if not all("!" <= letter <= "~" for letter in token):
+        raise TandemError("INVALID_ARGUMENT", "the token has characters other than visible ASCII, or is more than one word")
+    ca = _read(settings["ca"], "ca")
+    if b"-----BEGIN CERTIFICATE-----" not in ca:
+        raise TandemError("INVALID_ARGUMENT", f"ca: {settings['ca']} has no PEM certificate")
+    if not settings.get("cert"):
+        return Connection(trainer, ca, token=token)
+    return Connection(trainer, ca, _read(settings["cert"], "cert"), _read(settings["key"], "key", is_private=True), token)
+
+
+def _read(path, what, is_private=False):
+    try:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_FILE_BYTES:
+            raise TandemError("INVALID_ARGUMENT", f"{what}: {path} is not a regular file of at most {MAX_FILE_BYTES} bytes")
+        if is_private and found.st_mode & 0o077:
+            raise TandemError("PERMISSION_DENIED", f"{what}: others may read {path}: chmod 600 it, and take a new one if they have")
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        code = "PERMISSION_DENIED" if isinstance(error, PermissionError) else "NOT_FOUND"
+        raise TandemError(code, f"{what}: cannot read {path}: {error.strerror}") from None
+
+
+def _read_context(path, name):
+    """The settings of the context `name`, else of the one that the file chooses."""
+
+    def fault(text):
+        return TandemError("INVALID_ARGUMENT", f"{path}: {text}")
+
+    try:
+        file = json.loads(_read(path, "configuration file"))
+    except ValueError:
+        file = None
+    if not isinstance(file, dict):
+        raise fault("not a JSON object")
+    for key, value in file.items():
+        if not (key == "context" and isinstance(value, str) or key == "contexts" and isinstance(value, dict)):
+            raise fault(f"'{key}' is not \"context\" with a name or \"contexts\" with an object")
+    name = name or file.get("context", "")
+    if not name:
+        return {}
+    contexts = file.get("contexts", {})
+    if name not in contexts:
+        raise TandemError("NOT_FOUND", f"{path}: no context '{name}'; there are: {', '.join(sorted(contexts)) or 'none'}")
+    if not isinstance(contexts[name], dict):
+        raise fault(f"context '{name}' is not an object")
+    for key, value in contexts[name].items():
+        if key not in FIELDS or not isinstance(value, str) or not value:
+            raise fault(f"context '{name}': '{key}' is none of {', '.join(FIELDS)} with a text")
+    folder = os.path.dirname(path)
+    return {key: os.path.join(folder, value) if key in PATHS else value for key, value in contexts[name].items()}

@@ -1,0 +1,128 @@
+#include "client/connection.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <fstream>
+#include <map>
+#include <string>
+
+#include "tests/support/temporary_directory.h"
+
+namespace tandem {
+namespace {
+
+using ::testing::HasSubstr;
+
+class ConnectionTest : public ::testing::Test {
+ protected:
+  void Write(const std::string& name, const std::string& text, mode_t mode = 0600) {
+    std::ofstream(directory_.File(name)) << text;
+    ASSERT_EQ(::chmod(directory_.File(name).c_str(), mode), 0);
+  }
+  void SetUp() override {
+    environment_["TANDEM_CONFIG"] = directory_.File("config.json");
+    Write("ca.pem", "-----BEGIN CERTIFICATE-----\n", 0644);
+    Write("cert.pem", "c", 0644);
+    Write("key.pem", "k");
+    Write("token", " secret\n");
+    Write("config.json", R"({"context": "one", "contexts": {
+      "one": {"trainer": "one:7070", "rollout": "one:7071", "ca": "ca.pem", "cert": "cert.pem", "key": "key.pem", "token_file": "token"},
+      "two": {"trainer": "two:7070"}}})");
+  }
+  absl::StatusOr<Connection> Resolve(const ConnectionFlags& flags = {}) const {
+    return ResolveConnection(flags, [this](const std::string& name) {
+      const auto found = environment_.find(name);
+      return found == environment_.end() ? std::string() : found->second;
+    });
+  }
+  std::string Why(const ConnectionFlags& flags = {}) const { return std::string(Resolve(flags).status().message()); }
+
+  testing::TemporaryDirectory directory_;
+  std::map<std::string, std::string> environment_;
+};
+
+TEST_F(ConnectionTest, FlagsGoBeforeEnvironmentBeforeFileBeforeDefaults) {
+  Connection found = Resolve().value();
+  EXPECT_EQ(found.trainer_address, "one:7070");
+  EXPECT_EQ(found.rollout_address, "one:7071");
+  EXPECT_EQ(found.security.ca, "-----BEGIN CERTIFICATE-----\n");
+  EXPECT_EQ(found.security.certificate, "c");
+  EXPECT_EQ(found.security.key, "k");
+  EXPECT_EQ(found.security.token, "secret");
+
+  environment_["TANDEM_TRAINER"] = "three:7070";
+  environment_["TANDEM_TOKEN"] = "other";
+  found = Resolve().value();
+  EXPECT_EQ(found.trainer_address, "three:7070");
+  EXPECT_EQ(found.rollout_address, "one:7071");
+  EXPECT_EQ(found.security.token, "other");
+  ConnectionFlags flags;
+  flags.trainer = "four:7070";
+  flags.token_file = directory_.File("token");
+  found = Resolve(flags).value();
+  EXPECT_EQ(found.trainer_address, "four:7070");
+  EXPECT_EQ(found.security.token, "secret");
+
+  environment_ = {{"TANDEM_CONFIG", directory_.File("config.json")}, {"TANDEM_CONTEXT", "two"}};
+  found = Resolve().value();
+  EXPECT_EQ(found.trainer_address, "two:7070");
+  EXPECT_EQ(found.rollout_address, "127.0.0.1:7071");
+  EXPECT_EQ(found.security.ca, "");
+  flags = {};
+  flags.context = "one";
+  EXPECT_EQ(Resolve(flags).value().trainer_address, "one:7070");
+  flags.context = "none";
+  EXPECT_EQ(Resolve(flags).value().trainer_address, "127.0.0.1:7070");
+
+  // The usual place, where the file may be absent.
+  environment_ = {{"HOME", directory_.path()}};
+  EXPECT_EQ(Resolve().value().trainer_address, "127.0.0.1:7070");
+  ASSERT_EQ(::mkdir(directory_.File(".config").c_str(), 0700) + ::mkdir(directory_.File(".config/tandem").c_str(), 0700), 0);
+  Write(".config/tandem/config.json", R"({"context": "x", "contexts": {"x": {"trainer": "five:7070"}}})");
+  EXPECT_EQ(Resolve().value().trainer_address, "five:7070");
+}
+
+TEST_F(ConnectionTest, FaultsNameFileKeyAndWhatToDo) {
+  ConnectionFlags flags;
+  flags.context = "three";
+  EXPECT_THAT(Why(flags), HasSubstr("config.json: no context 'three'; there are: one, two"));
+  for (const auto& [text, part] : std::map<std::string, std::string>{
+           {"[1]", "not a JSON object"},
+           {"{", "not a JSON object"},
+           {R"({"contextz": {}})", "'contextz' is not \"context\""},
+           {R"({"context": 3})", "'context' is not \"context\" with a name"},
+           {R"({"context": "a", "contexts": {"a": 3}})", "context 'a' is not an object"},
+           {R"({"context": "a", "contexts": {"a": {"tokenfile": "x"}}})", "context 'a': 'tokenfile' is none of trainer, rollout"},
+           {R"({"context": "a", "contexts": {"a": {"trainer": 3}}})", "context 'a': 'trainer' is none of"}}) {
+    Write("config.json", text);
+    EXPECT_THAT(Why(), HasSubstr(part)) << text;
+  }
+  environment_["TANDEM_CONFIG"] = directory_.File("absent.json");
+  EXPECT_THAT(Why(), HasSubstr("configuration file: cannot read " + directory_.File("absent.json")));
+
+  environment_.clear();
+  flags = {};
+  flags.token_file = directory_.File("token");
+  EXPECT_THAT(Why(flags), HasSubstr("over TLS only: give ca"));
+  flags.ca = directory_.File("ca.pem");
+  EXPECT_EQ(Why(flags), "");
+  flags.cert = directory_.File("cert.pem");
+  EXPECT_THAT(Why(flags), HasSubstr("cert and key are given together"));
+  flags.key = directory_.File("key.pem");
+  EXPECT_EQ(Why(flags), "");
+  for (const char* name : {"key.pem", "token"}) {
+    ASSERT_EQ(::chmod(directory_.File(name).c_str(), 0640), 0);
+    EXPECT_THAT(Why(flags), HasSubstr("others may read " + directory_.File(name) + ": chmod 600"));
+    ASSERT_EQ(::chmod(directory_.File(name).c_str(), 0600), 0);
+  }
+  Write("token", "two words");
+  EXPECT_THAT(Why(flags), HasSubstr("more than one word"));
+  flags.ca = directory_.File("token");
+  Write("token", "one");
+  EXPECT_THAT(Why(flags), HasSubstr("has no PEM certificate"));
+}
+
+}  // namespace
+}  // namespace tandem
