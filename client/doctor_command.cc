@@ -74,6 +74,13 @@ void PrintFinding(const Finding& finding, bool as_json) {
 }
 
 std::string FirstLine(const std::string& text) { return text.substr(0, text.find('\n')); }
+// All of a short text, as one line.
+std::string OneLine(std::string text) {
+  constexpr std::size_t kMaxBytes = 600;
+  absl::StripTrailingAsciiWhitespace(&text);
+  std::ranges::replace(text, '\n', ' ');
+  return text.substr(0, kMaxBytes);
+}
 
 struct ProgramEnd {
   int exit_code = -1;  // -1: it did not start, ran past kProgramLimit or was ended by a signal
@@ -476,8 +483,7 @@ Finding LookAtLibTorch() {
             "This installation is a client's: run doctor from the daemons'"};
   const ProgramEnd end = RunProgram({program.string(), "--version"});
   if (end.exit_code == 0) return {"libtorch", Grade::kOk, FirstLine(end.output) + " starts with its libraries"};
-  return {"libtorch", Grade::kFault, FirstLine(end.output),
-          absl::StrCat("Run ", program.string(), " --version for the rest; operations.md, Install from a package")};
+  return {"libtorch", Grade::kFault, OneLine(end.output), "Bring LibTorch as operations.md says, and name it by TANDEM_TORCH"};
 }
 
 }  // namespace
