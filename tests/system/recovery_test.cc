@@ -153,6 +153,43 @@ TEST(RecoveryTest, BothKilledResumesFromTheCheckpoint) {
   ExpectUndisturbed(pair.get(), job);
 }
 
+std::uint64_t NewestCheckpoint(DaemonPair* pair, const std::string& job) {
+  std::uint64_t newest = 0;
+  for (const auto& entry :
+       std::filesystem::directory_iterator(pair->data_dir(Half::kTrainer) + "/jobs/" + job + "/checkpoints")) {
+    unsigned long long step = 0;
+    if (std::sscanf(entry.path().filename().c_str(), "step-%llu", &step) == 1) newest = std::max<std::uint64_t>(newest, step);
+  }
+  return newest;
+}
+
+// As an upgrade of one daemon after the other does it. No checkpoint is due in between: all but the signal's are of steps 0 and
+// kSteps.
+TEST(RecoveryTest, SigtermLosesNoStepAndTheOtherHalfLivesOn) {
+  auto pair = StartPair("sigterm");
+  const auto job = pair->Submit(TinyJob(kSteps, kSeed, kSteps), TinyRows(24));
+  ASSERT_TRUE(job.ok()) << job.status();
+  std::uint64_t step = 0;
+  for (const Half half : {Half::kTrainer, Half::kRollout, Half::kTrainer}) {
+    const std::uint64_t wanted = step + 30;
+    const absl::Time deadline = absl::Now() + absl::Seconds(60);
+    for (step = 0; step < wanted && absl::Now() < deadline; absl::SleepFor(absl::Milliseconds(10))) {
+      const auto status = pair->GetJob(*job);
+      if (status.ok()) step = status->step();
+    }
+    ASSERT_GE(step, wanted);
+    ASSERT_LT(step, std::uint64_t{kSteps - 10}) << "the job ended too early to be disturbed";
+    pair->Signal(half, SIGTERM);
+    EXPECT_EQ(pair->Wait(half, absl::Seconds(10)), 0) << pair->log(half);
+    EXPECT_TRUE(pair->IsAlive(half == Half::kTrainer ? Half::kRollout : Half::kTrainer));
+    if (half == Half::kTrainer) { EXPECT_GE(NewestCheckpoint(pair.get(), *job), step); }
+    pair->Start(half);
+    ASSERT_TRUE(pair->WaitReady(half, kAttachLimit)) << pair->log(half);
+  }
+  ExpectSucceeds(pair.get(), *job);
+  ExpectUndisturbed(pair.get(), *job);
+}
+
 // A job with every state that a recipe may have: groups drawn again, mini-batches, a reference that moves, evaluations of their
 // own sampling that are kept count of.
 std::string SubmitRecipe(DaemonPair* pair) {
