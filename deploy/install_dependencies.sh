@@ -29,7 +29,7 @@ packages=(
   build-essential cmake ninja-build ccache mold pkg-config ca-certificates python3 python3-pip
   libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc libabsl-dev prometheus-cpp-dev
   libgtest-dev libgmock-dev libsqlite3-dev libyaml-cpp-dev libpcre2-dev libicu-dev nlohmann-json3-dev libssl-dev gnuplot-nox
-  bubblewrap openssl python3-grpcio python3-protobuf    # the sandbox of rewards; what the Python package and its tests need
+  bubblewrap openssl iproute2 python3-grpcio python3-protobuf    # the sandbox of rewards; what the Python package and its tests need
 )
 if [ $checks = yes ]; then packages+=(clang-14 clang-tidy-14 clang-format-14 prometheus); fi
 
