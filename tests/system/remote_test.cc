@@ -8,9 +8,11 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
 #include "common/base/hash.h"
 #include "nlohmann/json.hpp"
 #include "tests/support/certificates.h"
@@ -114,6 +116,17 @@ class RemoteTest : public ::testing::Test {
     return pair_->Trajectory(job);
   }
 
+  static std::uintmax_t PartialBytes(const std::string& content) {
+    std::uintmax_t bytes = 0;
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator(content, error)) {
+      std::error_code gone;
+      const std::uintmax_t size = entry.file_size(gone);
+      if (!gone && entry.path().filename().string().starts_with("partial-")) bytes += size;
+    }
+    return bytes;
+  }
+
   NetworkNamespace network_;
   std::string directory_;
   std::unique_ptr<DaemonPair> pair_;
@@ -143,6 +156,35 @@ TEST_F(RemoteTest, TheSameJobFromTheNodeFromElsewhereAndFromPythonIsTheSame) {
   EXPECT_THAT(log, ::testing::ContainsRegex(absl::StrCat("audit: name=ada role=submit certificate='laptop' peer=ipv4:",
                                                          network_.exists() ? "10.213.77.2" : "127.0.0.1",
                                                          ":[0-9]+ rpc=JobService.Submit job='tiny-")));
+}
+
+// The trainer is killed while the file is under way.
+TEST_F(RemoteTest, AnUploadGoesOnAfterTheTrainerWasKilled) {
+  std::string rows;
+  for (int i = 0; rows.size() < (96 << 20); ++i)
+    absl::StrAppend(&rows, "{\"prompt\": \"", i, "\", \"unused\": \"", std::string(4000, 'x'), "\"}\n");
+  std::ofstream(laptop() + "/rows.jsonl") << rows;
+  const std::string content = pair_->data_dir(Half::kTrainer) + "/content";
+  Output submitted;
+  std::thread client([&] { submitted = There(Tandem() + "submit " + JobFile()); });
+  std::uintmax_t partial_bytes = 0;
+  const absl::Time deadline = absl::Now() + absl::Seconds(30);
+  while (partial_bytes < (8 << 20) && absl::Now() < deadline) {
+    absl::SleepFor(absl::Milliseconds(1));
+    partial_bytes = PartialBytes(content);
+  }
+  pair_->Kill(Half::kTrainer);
+  partial_bytes = PartialBytes(content);
+  EXPECT_GE(partial_bytes, 8u << 20);
+  EXPECT_LT(partial_bytes, rows.size());
+  pair_->Start(Half::kTrainer);
+  client.join();
+  EXPECT_EQ(submitted.status, 0) << submitted.text;
+  EXPECT_TRUE(std::filesystem::exists(content + "/" + Sha256Hex(rows)));
+  EXPECT_EQ(PartialBytes(content), 0u);
+  // What was there was not sent again.
+  const std::string log = pair_->log(Half::kTrainer);
+  EXPECT_THAT(log, HasSubstr(absl::StrCat("upload goes on sha256=", Sha256Hex(rows), " at_bytes=", partial_bytes))) << log;
 }
 
 TEST_F(RemoteTest, WhatIsNotAllowedIsRefusedInWords) {

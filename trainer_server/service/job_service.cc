@@ -5,6 +5,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_join.h"
+#include "common/base/log.h"
 #include "common/base/units.h"
 #include "common/rpc/channel.h"
 #include "google/protobuf/text_format.h"
@@ -141,6 +142,8 @@ grpc::Status JobService::Upload(grpc::ServerContext*, grpc::ServerReader<v1::Upl
   const std::string sha256 = request.header().sha256();
   auto upload = content_->BeginUpload(sha256, request.header().size_bytes(), request.header().offset_bytes());
   if (!upload.ok()) return ToGrpc(upload.status());
+  if (request.header().offset_bytes() > 0)
+    TANDEM_LOG(kInfo, "service", "upload goes on sha256=", sha256, " at_bytes=", request.header().offset_bytes());
   while (reader->Read(&request)) {
     if (!request.has_piece() || request.piece().size() > kPieceBytes) {
       return ToGrpc(absl::InvalidArgumentError(
