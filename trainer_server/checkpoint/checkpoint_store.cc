@@ -206,7 +206,7 @@ absl::Status CheckpointStore::MakeRoom(std::uint64_t size_bytes, std::optional<s
   if (available_bytes >= wanted_bytes) return absl::OkStatus();
   return absl::ResourceExhaustedError(absl::StrCat("checkpoint in ", directory_, " takes ", FormatBytes(size_bytes), " and ",
                                                    FormatBytes(kSpareBytes), " must stay free; the file system has ",
-                                                   FormatBytes(available_bytes), ": remove folders of ended jobs beside it"));
+                                                   FormatBytes(available_bytes), ": make room, then resume"));
 }
 
 absl::Status CheckpointStore::Write(const CheckpointState& state, const std::string& job_text, const CheckpointArrays& arrays,

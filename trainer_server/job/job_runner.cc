@@ -274,7 +274,8 @@ void JobRunner::EndJob(const std::string& job, const absl::Status& result, Train
   // What may be resumed on another day loses no step.
   if ((state == v1::JOB_STATE_PAUSED || absl::IsResourceExhausted(result)) && loop != nullptr) {
     if (const absl::Status written = loop->WriteCheckpoint(); !written.ok()) {
-      error = absl::StrCat(state == v1::JOB_STATE_PAUSED ? "pausing" : error, ": ", written.message());
+      if (written.message() != error)  // else it was the checkpoint that failed
+        error = absl::StrCat(state == v1::JOB_STATE_PAUSED ? "pausing" : error, ": ", written.message());
       state = v1::JOB_STATE_FAILED;
     }
   }
