@@ -1,6 +1,7 @@
 #include "client/plot.h"
 
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
@@ -126,8 +127,11 @@ absl::Status DrawPanels(const std::vector<Panel>& panels, const std::string& png
   std::fflush(stdout);
   std::FILE* const gnuplot = ::popen("gnuplot", "we");
   if (gnuplot == nullptr) return absl::InternalError("gnuplot cannot be started");
+  // A gnuplot that ends before it has read all tells why by its status.
+  const auto on_broken_pipe = std::signal(SIGPIPE, SIG_IGN);
   const bool is_sent = std::fwrite(script.data(), 1, script.size(), gnuplot) == script.size();
   const int ended = ::pclose(gnuplot);
+  std::signal(SIGPIPE, on_broken_pipe);
   if (WIFEXITED(ended) && WEXITSTATUS(ended) == kMissingCommand) {
     return absl::FailedPreconditionError(
         "gnuplot is not installed; Debian's package is gnuplot-nox. `tandem history` has the figures");

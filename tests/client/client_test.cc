@@ -383,6 +383,18 @@ TEST_F(ClientTest, PlotDrawsWhatWasRecorded) {
   EXPECT_TRUE(absl::IsFailedPrecondition(Plot(connection_, {"new-1"}, {png, {}})));
 }
 
+// More than the pipe to it holds.
+TEST(PlotTest, GnuplotThatIsNotInstalledIsNamedHoweverLongTheJobWas) {
+  Curve curve{"step", "points", {}};
+  for (int step = 0; step < 20000; ++step) curve.points.emplace_back(step, step);
+  const std::string path = std::getenv("PATH");
+  ::setenv("PATH", FreshDirectory("no_gnuplot").c_str(), 1);
+  const absl::Status missing = DrawPanels({{.title = "reward", .curves = {curve}}}, "", 80);
+  ::setenv("PATH", path.c_str(), 1);
+  EXPECT_TRUE(absl::IsFailedPrecondition(missing)) << missing;
+  EXPECT_THAT(std::string(missing.message()), HasSubstr("gnuplot is not installed"));
+}
+
 TEST_F(ClientTest, CompletionsOfOneGroupStandSideBySide) {
   for (int member = 0; member < 4; ++member) {
     v1::CompletionRecord record;
