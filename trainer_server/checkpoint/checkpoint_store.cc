@@ -31,6 +31,7 @@ constexpr char kRisenValue[] = "risen_value";
 constexpr char kWithoutRise[] = "evaluations_without_rise";
 constexpr char kStepPrefix[] = "step-";
 constexpr char kPartialPrefix[] = "partial-";
+constexpr char kReplacedPrefix[] = "replaced-";  // before the name of a checkpoint whose step is written again
 constexpr std::size_t kMaxTextBytes = 1 << 20;
 constexpr std::size_t kMaxArrayBytes = std::size_t{1} << 36;
 constexpr std::uint64_t kSpareBytes = 64 << 20;  // of the file system, left to histories, the job store and logs
@@ -155,9 +156,17 @@ absl::StatusOr<CheckpointStore> CheckpointStore::Open(const std::string& directo
   TANDEM_RETURN_IF_ERROR(MakeDirectories(directory));
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(directory, error)) {
-    if (entry.path().filename().string().rfind(kPartialPrefix, 0) != 0) continue;
-    TANDEM_LOG(kInfo, "checkpoint", "removing what a crash left path=", entry.path().string());
+    const std::string name = entry.path().filename().string();
+    const bool is_replaced = name.starts_with(kReplacedPrefix);
+    if (!is_replaced && !name.starts_with(kPartialPrefix)) continue;
     std::error_code ignored;
+    const fs::path final_path = is_replaced ? fs::path(directory) / name.substr(sizeof(kReplacedPrefix) - 1) : fs::path();
+    if (is_replaced && !fs::exists(final_path, ignored)) {
+      TANDEM_LOG(kInfo, "checkpoint", "taking back what a crash left path=", entry.path().string());
+      fs::rename(entry.path(), final_path, ignored);
+      continue;
+    }
+    TANDEM_LOG(kInfo, "checkpoint", "removing what a crash left path=", entry.path().string());
     fs::remove_all(entry.path(), ignored);
   }
   if (error) return absl::InternalError(absl::StrCat("listing ", directory, " failed: ", error.message()));
@@ -236,19 +245,23 @@ absl::Status CheckpointStore::Write(const CheckpointState& state, const std::str
   TANDEM_RETURN_IF_ERROR(WriteFileDurably(partial + "/" + kManifest, manifest.dump(1)));
   TANDEM_RETURN_IF_ERROR(SyncDirectory(partial));
 
-  // A directory cannot be renamed over a full one: the same step written again first moves the old one away.
+  // A directory cannot be renamed over a full one: the same step written again first moves the old one away, to where Open takes
+  // it back from when the new one did not follow.
   const std::string final_name = DirectoryOf(state.step);
+  const std::string replaced = absl::StrCat(directory_, "/", kReplacedPrefix, fs::path(final_name).filename().string());
   if (fs::exists(final_name, error)) {
     const absl::StatusOr<nlohmann::json> present = ReadManifest(final_name);
     if (present.ok() && *present == manifest) {  // the job has not moved since
       fs::remove_all(partial, error);
       return absl::OkStatus();
     }
-    Discard(state.step);
+    fs::remove_all(replaced, error);
+    fs::rename(final_name, replaced, error);
   }
   fs::rename(partial, final_name, error);
   if (error) return absl::InternalError(absl::StrCat("renaming ", partial, " to ", final_name, " failed: ", error.message()));
   TANDEM_RETURN_IF_ERROR(SyncDirectory(directory_));
+  fs::remove_all(replaced, error);
   const std::vector<std::uint64_t> steps = Steps();
   for (std::size_t i = 0; i + keep < steps.size(); ++i) {
     if (steps[i] != state.evaluation.best_step) Discard(steps[i]);

@@ -1,5 +1,6 @@
 // Everything a job is at a step boundary, on disk: directory step-NNNNNN, written under another name, synced, renamed; then older
-// ones go, but for that of the best evaluation. A checkpoint is whole or absent. Confined to the trainer thread; blocks.
+// ones go, but for that of the best evaluation. A checkpoint is whole or absent; one whose step is written again, the old or the
+// new. Confined to the trainer thread; blocks.
 //
 // Files: adapter.bin, first_moments.bin, second_moments.bin and, where the reference moves, reference.bin (fp32 in AdapterLayout
 // order), state.json, job.textproto, and manifest.json with the size and SHA-256 of each. Random numbers are functions of (seed,

@@ -146,6 +146,26 @@ TEST_F(CheckpointStoreTest, SameStepMayBeWrittenAgain) {
   EXPECT_EQ(loaded, second);
 }
 
+// With keep 1 it may be all that there is of a job.
+TEST_F(CheckpointStoreTest, SameStepWrittenAgainIsTheOldOrTheNewWhereverTheWriterDied) {
+  const std::string replaced = directory_ + "/replaced-step-000005", partial = directory_ + "/partial-000005";
+  Arrays first(1), second(2), loaded;
+  ASSERT_TRUE(Open().Write(StateAt(5), "job", first.view(), 1).ok());
+  std::filesystem::create_directories(partial);
+  std::filesystem::rename(directory_ + "/step-000005", replaced);
+  CheckpointStore store = Open();
+  EXPECT_FALSE(std::filesystem::exists(partial));
+  ASSERT_TRUE(store.LoadNewest("job", loaded.view()).value().has_value());
+  EXPECT_EQ(loaded, first);
+
+  ASSERT_TRUE(store.Write(StateAt(5), "job", second.view(), 1).ok());
+  EXPECT_FALSE(std::filesystem::exists(replaced));
+  std::filesystem::create_directories(replaced);
+  ASSERT_TRUE(Open().LoadNewest("job", loaded.view()).value().has_value());
+  EXPECT_FALSE(std::filesystem::exists(replaced));
+  EXPECT_EQ(loaded, second);
+}
+
 // A crash while writing leaves another name behind: files one after the other, never a checkpoint.
 TEST_F(CheckpointStoreTest, HalfWrittenCheckpointIsNeverSeenWhereverTheWriterDied) {
   for (std::size_t num_written = 0; num_written <= std::size(kFiles); ++num_written) {
