@@ -333,20 +333,22 @@ void TrainingLoop::ReportFailures(const std::vector<RewardFailure>& failures) {
 }
 
 // A data set may hold longer prompts than those that the plan was made with.
-absl::Status TrainingLoop::CheckPrompts(const std::vector<Prompt>& prompts) const {
+absl::Status TrainingLoop::CheckPrompts(const std::vector<Prompt>& prompts, const DataSet& data, std::uint64_t max_tokens) const {
   const std::uint64_t limit = plan_.memory.figures.largest_context_tokens();
-  const std::uint64_t completion = plan_.needs.max_completion_tokens;
+  const std::uint64_t further = plan_.needs.max_completion_tokens - plan_.spec.rollout().sampling().max_tokens();
+  const std::uint64_t completion = max_tokens + further;
   for (const Prompt& prompt : prompts) {
     if (prompt.token_ids.size() + completion <= limit) continue;
-    return absl::ResourceExhaustedError(absl::StrCat("data set line ", plan_.data->line_of(prompt.row_index), ": the prompt has ",
-                                                     prompt.token_ids.size(), " tokens; with rollout.sampling.max_tokens ",
-                                                     completion, " the largest context that fits is ", limit, " tokens"));
+    return absl::ResourceExhaustedError(absl::StrCat("data set line ", data.line_of(prompt.row_index), ": the prompt has ",
+                                                     prompt.token_ids.size(), " tokens; with completions of up to ", completion,
+                                                     " tokens the largest context that fits is ", limit, " tokens"));
   }
   return absl::OkStatus();
 }
 
 // An allocation that fails costs the step one more try. Its gradient is the same but for the order of sums.
 absl::StatusOr<StepReport> TrainingLoop::Train(std::uint64_t step, std::span<const ScoredGroup> groups) {
+  if (driver_ == nullptr) TANDEM_RETURN_IF_ERROR(MakeTrainer(StepPieces::kUsual));
   absl::StatusOr<StepReport> report = driver_->Run(step, groups);
   if (!absl::IsResourceExhausted(report.status())) return report;
   TANDEM_LOG(kWarning, "job", "step again in smaller pieces job=", job_, " because=", std::string(report.status().message()));
@@ -354,7 +356,7 @@ absl::StatusOr<StepReport> TrainingLoop::Train(std::uint64_t step, std::span<con
   TANDEM_RETURN_IF_ERROR(MakeTrainer(StepPieces::kSmaller));
   report = driver_->Run(step, groups);
   if (absl::IsResourceExhausted(report.status())) return Annotate(report.status(), "in smaller pieces too");
-  TANDEM_RETURN_IF_ERROR(MakeTrainer(StepPieces::kUsual));
+  driver_.reset();  // the step is done: what the usual pieces find no memory for is the next one's failure
   return report;
 }
 
@@ -377,7 +379,7 @@ absl::Status TrainingLoop::DrawRound(std::uint64_t step, std::size_t num_prompts
   const absl::Time begin = absl::Now();
   const v1::RolloutConfig& rollout = plan_.spec.rollout();
   TANDEM_ASSIGN_OR_RETURN(std::vector<Prompt> prompts, prompts_->Draw(state_.prompt_cursor + drawn->num_prompts, num_prompts));
-  TANDEM_RETURN_IF_ERROR(CheckPrompts(prompts));
+  TANDEM_RETURN_IF_ERROR(CheckPrompts(prompts, *plan_.data, rollout.sampling().max_tokens()));
   const std::uint64_t step_seed = DeriveSeed(plan_.spec.seed(), step);
   std::vector<std::uint64_t> seeds;
   for (std::size_t g = 0; g < num_prompts; ++g) seeds.push_back(DeriveSeed(step_seed, drawn->num_prompts + g));
@@ -409,6 +411,8 @@ absl::StatusOr<TrainingLoop::DrawnStep> TrainingLoop::DrawStep(std::uint64_t ste
   std::vector<ScoredGroup> flat;
   for (std::uint32_t round = 0; round < max_rounds && drawn.groups.size() < wanted; ++round) {
     TANDEM_RETURN_IF_ERROR(DrawRound(step, wanted - drawn.groups.size(), &drawn, &flat));
+    // Those that no place can be left for need not be kept.
+    flat.erase(flat.begin() + static_cast<std::ptrdiff_t>(std::min(flat.size(), wanted - drawn.groups.size())), flat.end());
   }
   for (std::size_t i = 0; drawn.groups.size() < wanted; ++i) drawn.groups.push_back(std::move(flat[i]));
   return drawn;
@@ -436,7 +440,9 @@ absl::Status TrainingLoop::RunStep() {
 
   std::uint64_t step_tokens = 0;
   for (const ScoredGroup& group : groups) {
-    for (const Rollout& member : group.rollouts.members) { step_tokens += member.token_ids.size() + group.prompt_ids.size(); }
+    for (const Rollout& member : group.rollouts.members) {
+      step_tokens += member.token_ids.size() + (member.prompt_ids.empty() ? group.prompt_ids : member.prompt_ids).size();
+    }
   }
   state_.step = step;
   state_.weight_version = step + 1;
@@ -514,6 +520,7 @@ absl::Status TrainingLoop::Evaluate() {
       prompts.push_back(std::move(prompt));
       seeds.push_back(DeriveSeed(seed, row));
     }
+    TANDEM_RETURN_IF_ERROR(CheckPrompts(prompts, *plan_.evaluation, sampling.max_tokens()));
     TANDEM_ASSIGN_OR_RETURN(const DrawnGroups groups, DrawGroups(prompts, num_samples, sampling, std::move(seeds)));
     for (std::size_t g = 0; g < groups.rollouts.size(); ++g) {
       const RewardTable& rewards = groups.rewards[g];

@@ -135,7 +135,7 @@ class TrainingLoop {
   bool moves_reference() const { return plan_.spec.loss().has_reference_sync(); }
   absl::Status SyncReference();
   absl::StatusOr<StepReport> Train(std::uint64_t step, std::span<const ScoredGroup> groups);
-  absl::Status CheckPrompts(const std::vector<Prompt>& prompts) const;
+  absl::Status CheckPrompts(const std::vector<Prompt>& prompts, const DataSet& data, std::uint64_t max_tokens) const;
   void Use(const std::string& owner, std::uint64_t bytes);
   // The rollout server's peaks, while they are of this step's rollouts. Where it does not answer they are left out.
   void ObserveGeneration();
@@ -164,7 +164,7 @@ class TrainingLoop {
   std::unique_ptr<RolloutClient> client_;
   std::unique_ptr<GroupScorer> scorer_;
   std::unique_ptr<ElasticPhase> phase_;
-  std::unique_ptr<StepDriver> driver_;
+  std::unique_ptr<StepDriver> driver_;  // null: the next step makes it
   std::optional<CheckpointStore> checkpoints_;
   std::optional<HistoryWriter> history_;
   TrainedState trained_;

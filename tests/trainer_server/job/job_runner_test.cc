@@ -65,6 +65,7 @@ class Trainer {
       policy->nan_at_forward = nan_at_forward_;
       policy->max_rows = max_rows_;
       logit_chunks_.push_back(options.logit_chunk);
+      if (logit_chunks_.size() == no_memory_at_policy_) return absl::ResourceExhaustedError("no memory for the policy");
       return policy;
     };
     runner_ = std::make_unique<JobRunner>(
@@ -127,8 +128,9 @@ class Trainer {
   }
 
   int nan_at_forward_ = 0;
-  std::size_t max_rows_ = SIZE_MAX;  // see FakePolicy
-  std::vector<int> logit_chunks_;    // of the policies made, in order
+  std::size_t max_rows_ = SIZE_MAX;      // see FakePolicy
+  std::vector<int> logit_chunks_;        // of the policies made, in order
+  std::size_t no_memory_at_policy_ = 0;  // from 1
   NodeMemory node_ = SmallNode();
   std::atomic<bool> is_attached_ = true;
   std::unique_ptr<JobStore> store_;
@@ -567,6 +569,29 @@ TEST_F(JobRunnerTest, StepWithoutMemoryIsTriedOnceMoreInSmallerPieces) {
               ::testing::ElementsAre(0, 128, 0));
 }
 
+// The step before it is done, and counted so in the checkpoint.
+TEST_F(JobRunnerTest, NoMemoryForTheUsualPiecesAfterSmallerOnesFailsTheNextStep) {
+  const std::string text = JobText(5, "batch { micro_batch_tokens: 60 }");
+  const std::string undisturbed = Undisturbed(text);
+  const std::string directory = FreshDirectory("usual_pieces");
+  std::string job;
+  {
+    auto trainer = NewTrainer(directory);
+    trainer->max_rows_ = 35;
+    trainer->no_memory_at_policy_ = 3;
+    trainer->Start();
+    job = *trainer->Submit(text);
+    const v1::JobStatus failed = trainer->WaitForState(job, v1::JOB_STATE_FAILED);
+    EXPECT_THAT(failed.error(), HasSubstr("no memory for the policy"));
+    EXPECT_GE(failed.step(), 1u);
+  }
+  auto trainer = NewTrainer(directory);
+  trainer->Start();
+  ASSERT_TRUE(trainer->store_->Resume(job).ok());
+  trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(Trained(Trajectory(directory, job)), Trained(undisturbed));
+}
+
 TEST_F(JobRunnerTest, StepWithoutMemoryInSmallerPiecesTooFailsTheJobWhichGoesOnWhenThereIsRoom) {
   const std::string text = JobText(9);
   const std::string undisturbed = Undisturbed(text);
@@ -653,10 +678,16 @@ TEST_F(JobRunnerTest, DrawnPromptLongerThanTheContextFailsTheJobByItsLine) {
   const auto job = trainer->Submit(text, rows);
   ASSERT_TRUE(job.ok()) << job.status();
   const v1::JobStatus failed = trainer->WaitForState(*job, v1::JOB_STATE_FAILED);
-  EXPECT_EQ(failed.error(),
-            absl::StrCat("data set line ", kMaxEncodedRows + kMaxEncodedLongRows + 1,
-                         ": the prompt has 60 tokens; with rollout.sampling.max_tokens 6 the largest context that "
-                         "fits is 64 tokens"));
+  const std::string error = absl::StrCat("data set line ", kMaxEncodedRows + kMaxEncodedLongRows + 1,
+                                         ": the prompt has 60 tokens; with completions of up to 6 tokens the largest context "
+                                         "that fits is 64 tokens");
+  EXPECT_EQ(failed.error(), error);
+  const auto evaluated = trainer->Submit(absl::StrCat(text, " evaluation { content: \"", Sha256Hex(rows), "\" }"), rows);
+  ASSERT_TRUE(evaluated.ok()) << evaluated.status();
+  EXPECT_EQ(trainer->WaitForState(*evaluated, v1::JOB_STATE_FAILED).error(), error);
+  for (const v1::WatchResponse& event : Watch(trainer.get(), *evaluated, 0)) {
+    EXPECT_FALSE(event.has_evaluation()) << "the row is refused before it is drawn";
+  }
   EXPECT_TRUE(trainer->store_->Resume(*job).ok());
 }
 
