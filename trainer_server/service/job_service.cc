@@ -297,7 +297,7 @@ grpc::Status JobService::Resume(grpc::ServerContext*, const v1::ResumeRequest* r
   return ToGrpc(status.status());
 }
 
-grpc::Status JobService::Completions(grpc::ServerContext*, const v1::CompletionsRequest* request,
+grpc::Status JobService::Completions(grpc::ServerContext* context, const v1::CompletionsRequest* request,
                                      grpc::ServerWriter<v1::CompletionRecord>* writer) {
   const StreamPlace place(&num_streams_);
   if (!place.status().ok()) return place.status();
@@ -321,7 +321,8 @@ grpc::Status JobService::Completions(grpc::ServerContext*, const v1::Completions
   for (const std::uint64_t step : steps) {
     if (!is_asked(step)) continue;
     const absl::Status read = ReadCompletions(directory, step, [&](const v1::CompletionRecord& record) {
-      if (!Passes(*request, record)) return true;
+      is_open = !context->IsCancelled();
+      if (!is_open || !Passes(*request, record)) return is_open;
       is_open = writer->Write(record) && (request->limit() == 0 || ++written < request->limit());
       return is_open;
     });
