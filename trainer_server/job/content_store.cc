@@ -83,10 +83,10 @@ void ContentStore::Drop(Partials::iterator partial) {
 }
 
 void ContentStore::MakeRoom(std::uint64_t size_bytes) {
-  const auto is_full = [&] { return size_bytes <= limit_bytes_ && used_bytes_ > limit_bytes_ - size_bytes; };
   while (!partials_.empty()) {
     const auto oldest = std::ranges::min_element(partials_, {}, [](const auto& entry) { return entry.second.since; });
-    if (absl::Now() - oldest->second.since < kPartialLife && partials_.size() <= kMaxPartials && !is_full()) return;
+    const bool is_full = size_bytes <= limit_bytes_ && used_bytes_ > limit_bytes_ - size_bytes;
+    if (absl::Now() - oldest->second.since < kPartialLife && partials_.size() <= kMaxPartials && !is_full) return;
     Drop(oldest);
   }
 }
