@@ -34,9 +34,10 @@ struct Families {
       const auto found = std::ranges::find(metric->labels, label);
       if (found == metric->labels.end()) continue;
       const auto index = static_cast<std::size_t>(found - metric->labels.begin());
-      std::erase_if(entry.series, [&](const auto& item) {
+      prometheus::Family<T>* const family = entry.family;
+      std::erase_if(entry.series, [&value, index, family](const auto& item) {
         if (item.first[index] != value) return false;
-        entry.family->Remove(item.second);
+        family->Remove(item.second);
         return true;
       });
     }
