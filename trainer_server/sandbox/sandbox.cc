@@ -51,6 +51,7 @@ constexpr std::uint32_t kRefusedCalls[] = {SYS_memfd_create,
                                            SYS_ptrace,
                                            SYS_process_vm_readv,
                                            SYS_process_vm_writev,
+                                           SYS_pidfd_getfd,
                                            SYS_userfaultfd,
                                            SYS_perf_event_open,
                                            SYS_bpf,
@@ -72,7 +73,9 @@ constexpr std::uint32_t kRefusedCalls[] = {SYS_memfd_create,
                                            SYS_personality};
 
 // The filter as the kernel takes it: other architectures and kRefusedCalls get EPERM, clone3 (whose flags a filter cannot read)
-// ENOSYS, so that libc takes clone, which gets EPERM where it asks for a user namespace.
+// ENOSYS, so that libc takes clone, which gets EPERM where it asks for a user namespace. So does mmap of memory to be shared,
+// which may outlive its mapping and is then in no process's account, and sockets of families that know no network namespace
+// (AF_VSOCK) or hold memory of the kernel.
 std::string SystemCallFilter() {
   std::vector<sock_filter> filter;
   const auto load = [&](std::size_t offset) {
@@ -90,9 +93,18 @@ std::string SystemCallFilter() {
   refuse_if(BPF_JGE, 0x40000000u, EPERM);  // the x32 calls
   for (const std::uint32_t call : kRefusedCalls) refuse_if(BPF_JEQ, call, EPERM);
   refuse_if(BPF_JEQ, SYS_clone3, ENOSYS);
-  filter.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone, 0, 3));
-  load(offsetof(seccomp_data, args));
-  refuse_if(BPF_JSET, CLONE_NEWUSER, EPERM);
+  const auto refuse_argument = [&](std::uint32_t call, std::size_t argument, std::uint32_t mask, std::uint16_t test,
+                                   std::uint32_t value) {
+    filter.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 5));
+    load(offsetof(seccomp_data, args) + argument * sizeof(std::uint64_t));
+    filter.push_back(BPF_STMT(BPF_ALU | BPF_AND | BPF_K, mask));
+    refuse_if(test, value, EPERM);
+    filter.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW));
+  };
+  constexpr std::uint32_t kSharedMemory = MAP_SHARED | MAP_ANONYMOUS;
+  refuse_argument(SYS_clone, 0, CLONE_NEWUSER, BPF_JEQ, CLONE_NEWUSER);
+  refuse_argument(SYS_mmap, 3, kSharedMemory, BPF_JEQ, kSharedMemory);
+  refuse_argument(SYS_socket, 0, 0xffffffffu, BPF_JGT, AF_NETLINK);
   filter.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW));
   return {reinterpret_cast<const char*>(filter.data()), filter.size() * sizeof(sock_filter)};
 }
@@ -277,7 +289,11 @@ absl::StatusOr<std::unique_ptr<SandboxedProcess>> Sandbox::Start(const SandboxCo
         std::pair("PYTHONDONTWRITEBYTECODE", "1"), std::pair("PYTHONHASHSEED", "0"), std::pair("CUDA_VISIBLE_DEVICES", "")}) {
     add({"--setenv", name, value});
   }
-  add({"--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"});
+  add({"--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"});
+  // The first process: who could write to its memory could let it outlive its parent.
+  add({"--size", "4096", "--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"});
+  // What is bound without --dev-bind cannot be opened: /dev/zero, mapped, is memory to be shared.
+  add({"--ro-bind", "/dev/null", "/dev/zero", "--remount-ro", "/dev"});
   for (const char* folder : {"bin", "sbin", "lib", "lib32", "lib64"})
     add({"--symlink", absl::StrCat("usr/", folder), absl::StrCat("/", folder)});
   for (const char* file : {"/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"}) add({"--ro-bind-try", file, file});

@@ -12,7 +12,9 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -48,9 +50,14 @@ std::uint64_t UsedScratchBytes(pid_t pid, std::uint64_t scratch_bytes) {
   return (scratch.f_blocks - scratch.f_bfree) * scratch.f_bsize + (scratch.f_files - scratch.f_ffree) * kFileBytes;
 }
 
+// Of all its threads: the kernel lists a child with the thread that made it.
 void AppendChildren(pid_t pid, std::vector<pid_t>* processes) {
-  std::ifstream children(absl::StrCat("/proc/", pid, "/task/", pid, "/children"));
-  for (pid_t child = 0; children >> child;) processes->push_back(child);
+  std::error_code error;
+  std::filesystem::directory_iterator thread(absl::StrCat("/proc/", pid, "/task"), error);
+  for (; !error && thread != std::filesystem::directory_iterator(); thread.increment(error)) {
+    std::ifstream children(thread->path() / "children");
+    for (pid_t child = 0; children >> child;) processes->push_back(child);
+  }
 }
 
 }  // namespace
@@ -85,12 +92,13 @@ bool SandboxedProcess::ReadErrors() {
 // Forks share pages: a page counts for each, so that the figure is never below what is held.
 bool SandboxedProcess::HoldsTooMuch() const {
   std::vector<pid_t> processes = {pid_};
-  std::uint64_t bytes = 0;
+  std::uint64_t bytes = 0, scratch_bytes = 0;
   for (std::size_t i = 0; i < processes.size() && i < kMaxProcessesLookedAt; ++i) {
     bytes += AnonymousBytes(processes[i]);
+    if (scratch_bytes == 0) scratch_bytes = UsedScratchBytes(processes[i], limits_.scratch_bytes);
     AppendChildren(processes[i], &processes);
   }
-  return bytes + UsedScratchBytes(processes.back(), limits_.scratch_bytes) > limits_.memory_bytes;
+  return bytes + scratch_bytes > limits_.memory_bytes;
 }
 
 PumpEnd SandboxedProcess::Run(const Pump& pump, std::string* output) {

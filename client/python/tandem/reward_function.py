@@ -65,9 +65,11 @@ class RewardFunction:
                 if self._loop is None:
                     self._loop = asyncio.new_event_loop()
                 answer = self._loop.run_until_complete(answer)
+            return check(answer, count)  # runs the function's code too, where that yields its values
+        except RewardError:
+            raise
         except BaseException as error:  # sys.exit() in a reward must not end the worker
             raise RewardError("raised " + describe(error)) from error
-        return check(answer, count)
 
 
 def check(answer, count):
@@ -87,7 +89,7 @@ def check(answer, count):
                 raise TypeError
             number = float(value)
         except Exception:
-            faults[index] = f"returned {shorten(repr(value), 80)}, must be a number or None"
+            faults[index] = f"returned {show(value)}, must be a number or None"
             continue
         if math.isfinite(number):
             values[index] = number
@@ -124,6 +126,13 @@ def describe(error):
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__ and "importlib" not in frame.filename]
     places = "".join(f"\n  {os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-3:])
     return shorten(f"{type(error).__name__}: {error}", MAX_TEXT - 800) + shorten(places, 800)
+
+
+def show(value):
+    try:
+        return shorten(repr(value), 80)
+    except Exception:  # as of an int of too many digits
+        return f"a {type(value).__name__}"
 
 
 def shorten(text, limit):

@@ -174,6 +174,8 @@ TEST_F(PythonRewardsTest, EachFaultNamesFunctionAndCompletion) {
       {"helper()",
        "mine.py:f: raised ZeroDivisionError: division by zero\n  mine.py:4 in f: helper()\n  mine.py:2 in helper: 1 / 0"},
       {"raise SystemExit('gone')", "raised SystemExit: gone"},
+      {"return (1 / len(text[1:]) for text in completions)", "mine.py:f: raised ZeroDivisionError: division by zero"},
+      {"return [1, 10 ** 5000]", "completion 1: returned a int"},
   };
   for (const Wrong& wrong : cases) {
     surroundings_.worker_pools = std::make_shared<PythonWorkerPools>();
@@ -211,7 +213,7 @@ TEST_F(PythonRewardsTest, WorkersThatAreLostAreNamedAndReplaced) {
        "      except OSError: pass",
        "its worker answered what is no"},
       {"import sys; sys.stderr.write('last words\\n'); import os; os._exit(9)", "its worker ended with code 9: last words"},
-      {"x = [bytearray(1 << 20) for i in range(4096)]", "raised MemoryError"},
+      {"x = bytearray(1 << 30)", "raised MemoryError"},
   };
   for (const Wrong& wrong : cases) {
     surroundings_.worker_pools = std::make_shared<PythonWorkerPools>();
@@ -387,7 +389,8 @@ TEST_F(CodeTestsTest, RowsThatCannotBeReadNameFunctionFieldAndTest) {
                 "rewards[2].code_tests.time_limit_seconds: 601, must be 0.001 to 600"));
 }
 
-// Each of these ends within its limits, passes no test, leaves no process, and the next program runs as ever.
+// Each of these ends within its limits, prints nothing, leaves no process, and the next program runs as ever. What it prints
+// ends it as a program that passes its test.
 class HostileProgramTest : public CodeTestsTest, public ::testing::WithParamInterface<std::pair<const char*, const char*>> {
  protected:
   void SetUp() override {
@@ -398,7 +401,10 @@ class HostileProgramTest : public CodeTestsTest, public ::testing::WithParamInte
 
 TEST_P(HostileProgramTest, HarmsNothing) {
   const absl::Time begin = absl::Now();
-  EXPECT_EQ(ScoreProgram(Fenced(GetParam().second), {{{"output", "harmed"}}}, "time_limit_seconds: 1 memory_limit_mib: 128"), 0);
+  const std::string print = "import os\ndef print(text):\n    os.write(1, b'harmed')\n    os._exit(0)\n";
+  EXPECT_EQ(
+      ScoreProgram(Fenced(print + GetParam().second), {{{"output", "harmed"}}}, "time_limit_seconds: 1 memory_limit_mib: 128"),
+      0);
   EXPECT_LT(absl::Now() - begin, absl::Seconds(10));
   // Who is left of it? Orphans become children of this process, until the last of them is waited for.
   const absl::Time limit = absl::Now() + absl::Seconds(5);
@@ -427,13 +433,27 @@ INSTANTIATE_TEST_SUITE_P(
         std::pair("MemoryOfManyProcesses",
                   "import os, time\nfor i in range(20): os.fork() or (bytearray(60 << 20), time.sleep(99))\n"
                   "x = bytearray(60 << 20)\ntime.sleep(99)"),
+        std::pair("MemoryOfChildrenOfAThread",
+                  "import threading, time\ndef work():\n    for i in range(4):\n"
+                  "        if os.fork() == 0:\n            x = bytearray(60 << 20)\n            time.sleep(99)\n"
+                  "    time.sleep(0.5)\n    print('harmed')\nthreading.Thread(target=work).start()"),
+        std::pair("ScratchBehindAnEndedProcess",
+                  "import time\nif os.fork() == 0: os._exit(0)\nx = b'x' * (75 << 20)\n"
+                  "with open('/tmp/f', 'wb') as file:\n    for i in range(62): file.write(b'x' * (1 << 20))\n"
+                  "time.sleep(0.3)\nprint('harmed')"),
         std::pair("SharedMemory",
-                  "import ctypes\nlibc = ctypes.CDLL(None)\nif libc.shmget(0, 1 << 30, 0o1600) >= 0: print('harmed')\n"
-                  "if libc.memfd_create(b'x', 0) >= 0: print('harmed')"),
+                  "import ctypes, mmap\nlibc = ctypes.CDLL(None)\nif libc.shmget(0, 1 << 30, 0o1600) >= 0: print('harmed')\n"
+                  "if libc.memfd_create(b'x', 0) >= 0: print('harmed')\n"
+                  "for file in (lambda: -1, lambda: open('/dev/zero', 'r+b').fileno()):\n"
+                  "    try: mmap.mmap(file(), 1 << 20); print('harmed')\n    except OSError: pass"),
+        std::pair("SocketsOfNoNetworkNamespace",
+                  "import socket\nfor family in (socket.AF_VSOCK, socket.AF_ALG):\n"
+                  "    try: socket.socket(family, socket.SOCK_STREAM if family == socket.AF_VSOCK else socket.SOCK_SEQPACKET)\n"
+                  "    except OSError: continue\n    print('harmed')"),
         std::pair("Interfaces",
                   "import socket\nif [n for i, n in socket.if_nameindex() if n != 'lo']: print('harmed')\n"
                   "socket.socket(socket.AF_PACKET, socket.SOCK_RAW); print('harmed')"),
-        std::pair("EndlessOutput", "while True: print('harmed' * 10000)"),
+        std::pair("EndlessOutput", "import sys\nwhile True: sys.stdout.write('harmed' * 10000)"),
         std::pair("EndlessErrors", "import sys\nwhile True: sys.stderr.write('harmed' * 10000)"),
         std::pair("Signals",
                   "import os, signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, "
@@ -443,11 +463,10 @@ INSTANTIATE_TEST_SUITE_P(
         std::pair("LeavesChildren",
                   "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(1000)"),
         std::pair("ClosesItsOutput", "import os, time\nos.close(1); os.close(2); time.sleep(1000)"),
-        std::pair(
-            "NodeFiles",
-            "import os\nfor p in ('/etc/shadow', '/etc/passwd', '/root', '/home', '/var', '/proc/1/environ', '/proc/1/cwd'):\n"
-            "    try:\n        if os.path.isdir(p): os.listdir(p)\n        else: open(p).read()\n        print('harmed')\n"
-            "    except OSError: pass"),
+        std::pair("NodeFiles",
+                  "import os\nfor p in ('/etc/shadow', '/etc/passwd', '/root', '/home', '/var', '/proc/1/mem', '/proc/1/cwd'):\n"
+                  "    try:\n        if os.path.isdir(p): os.listdir(p)\n        else: open(p).read()\n        print('harmed')\n"
+                  "    except OSError: pass"),
         std::pair("Privileges",
                   "import ctypes, os\nlibc = ctypes.CDLL(None)\nif libc.unshare(0x10000000) == 0: print('harmed')\n"
                   "if libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0: print('harmed')\n"
