@@ -84,15 +84,23 @@ def score(server, function, texts, row='{"prompt": "say", "answer": 4}'):
         return [None if score.not_applicable else score.reward for score in call(iter(requests), timeout=10)]
 
 
+def raises_rpc(code, words, call):
+    try:
+        call()
+    except grpc.RpcError as error:
+        assert error.code().name == code and words in error.details(), (error.code(), error.details())
+    else:
+        raise AssertionError(words)
+
+
 with tandem.RewardServer([judged, wrong], "127.0.0.1:0") as server:
     assert score(server, "judged", ["a", "skip"]) == [4.0, None]
-    for function, words in (("absent", "no function 'absent' here; there are judged, wrong"), ("wrong", "completion 0: returned nan")):
-        try:
-            score(server, function, ["a"])
-        except grpc.RpcError as error:
-            assert words in error.details(), error.details()
-        else:
-            raise AssertionError(function)
+    raises_rpc("NOT_FOUND", "no function 'absent' here; there are judged, wrong", lambda: score(server, "absent", ["a"]))
+    raises_rpc("INVALID_ARGUMENT", "completion 0: returned nan", lambda: score(server, "wrong", ["a"]))
+    for row, words in (("{", "the row is no JSON"), ("[1]", "the row is a list, must be an object"), ("[" * 100000, "the row is no JSON")):
+        raises_rpc("INVALID_ARGUMENT", words, lambda row=row: score(server, "judged", ["a"], row))
+    tandem.reward_server.MAX_CALL_CHARACTERS = 1000
+    raises_rpc("INVALID_ARGUMENT", "more than 1000 characters in one call", lambda: score(server, "judged", ["a" * 600, "b" * 600]))
 
 # Over TLS, with a token.
 subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",

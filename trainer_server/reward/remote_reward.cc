@@ -90,22 +90,23 @@ class RemoteReward final : public RewardFunction {
     const auto stream = stub_->Score(&context);
     RewardColumn rewards;
     absl::Status fault;
-    if (Send(row, completions, stream.get())) {
-      v1::ScoreResponse response;
-      while (fault.ok() && stream->Read(&response)) fault = Take(response, completions.size(), &rewards);
-    }
+    Send(row, completions, stream.get());
+    v1::ScoreResponse response;
+    while (fault.ok() && stream->Read(&response)) fault = Take(response, completions.size(), &rewards);
     if (!fault.ok()) context.TryCancel();
     const absl::Status finished = FromGrpc(stream->Finish());
     if (call.is_interrupted && call.is_interrupted()) return absl::CancelledError("interrupted");
     TANDEM_RETURN_IF_ERROR(fault);
+    // CANCELLED is this side's word for an interruption, which ends the job's work without an error.
+    if (absl::IsCancelled(finished)) return absl::UnavailableError(absl::StrCat("the server cancelled: ", finished.message()));
     TANDEM_RETURN_IF_ERROR(finished);
     if (rewards.size() == completions.size()) return rewards;
     return absl::InvalidArgumentError(
         absl::StrCat("answered ", rewards.size(), " scores for ", completions.size(), " completions"));
   }
 
-  // False when the stream broke, whose status then says why.
-  bool Send(const std::string& row, std::span<const RewardInput> completions,
+  // Until the stream breaks, whose status then says why: a server may have answered all without reading all.
+  void Send(const std::string& row, std::span<const RewardInput> completions,
             grpc::ClientReaderWriter<v1::ScoreRequest, v1::ScoreResponse>* stream) const {
     v1::ScoreRequest request;
     v1::ScoreHeader* header = request.mutable_header();
@@ -113,12 +114,12 @@ class RemoteReward final : public RewardFunction {
     header->set_num_completions(static_cast<std::uint32_t>(completions.size()));
     std::size_t row_end = TextPieceEnd(row, 0, kPieceBytes);
     header->set_row_json(row.substr(0, row_end));
-    if (!stream->Write(request)) return false;
+    if (!stream->Write(request)) return;
     while (row_end < row.size()) {
       const std::size_t begin = row_end;
       row_end = TextPieceEnd(row, begin, kPieceBytes);
       request.set_row_piece(row.substr(begin, row_end - begin));
-      if (!stream->Write(request)) return false;
+      if (!stream->Write(request)) return;
     }
     for (std::size_t i = 0; i < completions.size(); ++i) {
       const std::string& text = completions[i].completion;
@@ -130,11 +131,11 @@ class RemoteReward final : public RewardFunction {
         piece->set_text(ToValidUtf8(std::string_view(text).substr(begin, end - begin)));
         piece->set_is_last(end == text.size());
         piece->set_is_truncated(piece->is_last() && completions[i].is_truncated);
-        if (!stream->Write(request)) return false;
+        if (!stream->Write(request)) return;
         begin = end;
       } while (begin < text.size());
     }
-    return stream->WritesDone();
+    stream->WritesDone();
   }
 
   static absl::Status Take(const v1::ScoreResponse& response, std::size_t num_completions, RewardColumn* rewards) {

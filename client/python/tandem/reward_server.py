@@ -10,6 +10,7 @@ from . import contracts
 from .reward_function import RewardError, RewardFunction
 
 MAX_COMPLETIONS = 1024
+MAX_CALL_CHARACTERS = 256 << 20  # of the row and all completions
 
 
 class _Call:
@@ -19,8 +20,12 @@ class _Call:
         self.header = None
         self.row = ""
         self.texts = []
+        self.size = 0
 
     def take(self, request, context):
+        self.size += len(request.header.row_json) + len(request.row_piece) + len(request.completion.text)
+        if self.size > MAX_CALL_CHARACTERS:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"more than {MAX_CALL_CHARACTERS} characters in one call")
         if request.HasField("header"):
             if self.header is not None or request.header.num_completions > MAX_COMPLETIONS:
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT,
@@ -89,7 +94,12 @@ class RewardServer:
         if call.header.function not in self._functions:
             known = ", ".join(sorted(self._functions))
             context.abort(grpc.StatusCode.NOT_FOUND, f"no function '{call.header.function}' here; there are {known}")
-        row = json.loads(call.row)
+        try:
+            row = json.loads(call.row)
+        except (ValueError, RecursionError) as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the row is no JSON: {error}")
+        if not isinstance(row, dict):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the row is a {type(row).__name__}, must be an object")
         prompt = row.get(self._prompt_field)
         completions = call.texts
         if isinstance(prompt, list):

@@ -32,12 +32,13 @@ class FakeRewards final : public v1::RewardService::Service {
   using Stream = grpc::ServerReaderWriter<v1::ScoreResponse, v1::ScoreRequest>;
   std::function<grpc::Status(const Received&, Stream*)> respond;
   std::atomic<int> num_calls = 0;
+  bool answers_at_once = false;
 
   grpc::Status Score(grpc::ServerContext*, Stream* stream) override {
     ++num_calls;
     Received received;
     v1::ScoreRequest request;
-    while (stream->Read(&request)) {
+    while (!answers_at_once && stream->Read(&request)) {
       if (request.has_header()) {
         received.header = request.header();
         received.completions.resize(received.header.num_completions());
@@ -138,6 +139,25 @@ TEST_F(RemoteRewardTest, FailuresThatMayPassAreTriedAgain) {
   });
   EXPECT_THAT(*ScoreTexts(*MakeRemote("max_attempts: 20"), {"abcd"}), ElementsAre(4.0));
   restart.join();
+}
+
+TEST_F(RemoteRewardTest, AServerThatCancelsIsNoInterruption) {
+  rewards_.respond = [](const Received&, FakeRewards::Stream*) { return grpc::Status(grpc::StatusCode::CANCELLED, "stopping"); };
+  const absl::Status failed = ScoreTexts(*MakeRemote("max_attempts: 2"), {"a"}).status();
+  EXPECT_TRUE(absl::IsAborted(failed)) << failed;
+  EXPECT_THAT(std::string(failed.message()), HasSubstr("the server cancelled: stopping"));
+  EXPECT_EQ(rewards_.num_calls, 2);
+}
+
+// The calls end before all was sent: what was answered until then counts.
+TEST_F(RemoteRewardTest, AServerMayAnswerWithoutReadingAll) {
+  rewards_.answers_at_once = true;
+  rewards_.respond = [](const Received&, FakeRewards::Stream* stream) {
+    Received received;
+    received.completions = {"four"};
+    return RespondLengths(received, stream);
+  };
+  EXPECT_THAT(*ScoreTexts(*MakeRemote(), {std::string(20'000'000, 'x')}), ElementsAre(4.0));
 }
 
 TEST_F(RemoteRewardTest, WhatFailsForGoodIsNamedOnce) {
