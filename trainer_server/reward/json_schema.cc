@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <set>
+#include <utility>
+#include <vector>
 
 #include "trainer_server/reward/reward_functions.h"
 
@@ -68,6 +71,11 @@ bool HoldsOfNumber(const Json& schema, double number) {
 
 }  // namespace
 
+struct JsonSchemaValidator::Checked {
+  std::set<const Json*> schemas;
+  std::vector<std::pair<std::string, const Json*>> references;  // place, what it points to
+};
+
 struct JsonSchemaValidator::Walk {
   int looks = 0;
 };
@@ -87,23 +95,28 @@ Json ParseJson(std::string_view text) {
 absl::StatusOr<JsonSchemaValidator> JsonSchemaValidator::Create(Json schema) {
   JsonSchemaValidator validator;
   validator.schema_ = std::move(schema);
-  TANDEM_RETURN_IF_ERROR(validator.Check(validator.schema_, "#", 0));
+  Checked checked;
+  TANDEM_RETURN_IF_ERROR(validator.Check(validator.schema_, "#", 0, &checked));
+  for (const auto& [place, target] : checked.references) {
+    if (!checked.schemas.contains(target)) return Fault(place, "must point to a schema, as #/$defs/name");
+  }
   return validator;
 }
 
-absl::Status JsonSchemaValidator::Check(const Json& schema, const std::string& place, int depth) {
+absl::Status JsonSchemaValidator::Check(const Json& schema, const std::string& place, int depth, Checked* checked) {
+  checked->schemas.insert(&schema);
   if (schema.is_boolean()) return absl::OkStatus();
   if (!schema.is_object())
     return Fault(place, absl::StrCat("is of type ", schema.type_name(), ", must be a schema: an object or a boolean"));
   if (depth > kMaxParsedDepth) return Fault(place, absl::StrCat("lies deeper than ", kMaxParsedDepth));
   for (const auto& [keyword, value] : schema.items()) {
-    TANDEM_RETURN_IF_ERROR(CheckKeyword(keyword, value, absl::StrCat(place, "/", keyword), depth));
+    TANDEM_RETURN_IF_ERROR(CheckKeyword(keyword, value, absl::StrCat(place, "/", keyword), depth, checked));
   }
   return absl::OkStatus();
 }
 
-absl::Status JsonSchemaValidator::CheckKeyword(const std::string& keyword, const Json& value, const std::string& place,
-                                               int depth) {
+absl::Status JsonSchemaValidator::CheckKeyword(const std::string& keyword, const Json& value, const std::string& place, int depth,
+                                               Checked* checked) {
   if (IsOneOf(keyword, kAnnotations) || keyword == "const") return absl::OkStatus();
   if (keyword == "type") {
     const Json types = value.is_array() ? value : Json::array({value});
@@ -136,23 +149,26 @@ absl::Status JsonSchemaValidator::CheckKeyword(const std::string& keyword, const
   if (keyword == "$ref") {
     const std::string reference = value.is_string() ? value.get<std::string>() : "";
     try {
-      if (reference.starts_with('#') && schema_.contains(Json::json_pointer(reference.substr(1)))) return absl::OkStatus();
+      if (reference.starts_with('#') && schema_.contains(Json::json_pointer(reference.substr(1)))) {
+        checked->references.emplace_back(place, &std::as_const(schema_).at(Json::json_pointer(reference.substr(1))));
+        return absl::OkStatus();
+      }
     } catch (const Json::exception&) {}
     return Fault(place, absl::StrCat(value.dump().substr(0, 80), ", must point into the same schema, as #/$defs/name"));
   }
   if (keyword == "properties" || keyword == "$defs" || keyword == "definitions") {
     if (!value.is_object()) return Fault(place, "must be an object of schemas");
     for (const auto& [name, schema] : value.items())
-      TANDEM_RETURN_IF_ERROR(Check(schema, absl::StrCat(place, "/", name), depth + 1));
+      TANDEM_RETURN_IF_ERROR(Check(schema, absl::StrCat(place, "/", name), depth + 1, checked));
     return absl::OkStatus();
   }
   if (keyword == "allOf" || keyword == "anyOf" || keyword == "oneOf" || keyword == "prefixItems") {
     if (!value.is_array() || value.empty()) return Fault(place, "must be an array of schemas");
     for (std::size_t i = 0; i < value.size(); ++i)
-      TANDEM_RETURN_IF_ERROR(Check(value[i], absl::StrCat(place, "/", i), depth + 1));
+      TANDEM_RETURN_IF_ERROR(Check(value[i], absl::StrCat(place, "/", i), depth + 1, checked));
     return absl::OkStatus();
   }
-  if (keyword == "not" || keyword == "items" || keyword == "additionalProperties") return Check(value, place, depth + 1);
+  if (keyword == "not" || keyword == "items" || keyword == "additionalProperties") return Check(value, place, depth + 1, checked);
   return Fault(place, "is no keyword that this function knows");
 }
 

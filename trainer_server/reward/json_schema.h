@@ -24,10 +24,12 @@ class JsonSchemaValidator {
   bool Holds(const nlohmann::json& value) const;
 
  private:
+  struct Checked;
   struct Walk;
   JsonSchemaValidator() = default;
-  absl::Status Check(const nlohmann::json& schema, const std::string& place, int depth);
-  absl::Status CheckKeyword(const std::string& keyword, const nlohmann::json& value, const std::string& place, int depth);
+  absl::Status Check(const nlohmann::json& schema, const std::string& place, int depth, Checked* checked);
+  absl::Status CheckKeyword(const std::string& keyword, const nlohmann::json& value, const std::string& place, int depth,
+                            Checked* checked);
   bool Holds(const nlohmann::json& schema, const nlohmann::json& value, int depth, Walk* walk) const;
   bool HoldsOfObject(const nlohmann::json& schema, const nlohmann::json& value, int depth, Walk* walk) const;
   bool HoldsOfArray(const nlohmann::json& schema, const nlohmann::json& value, int depth, Walk* walk) const;
