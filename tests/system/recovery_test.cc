@@ -193,7 +193,7 @@ TEST(RecoveryTest, SigtermLosesNoStepAndTheOtherHalfLivesOn) {
 // A job with every state that a recipe may have: groups drawn again, mini-batches, a reference that moves, evaluations of their
 // own sampling that are kept count of.
 std::string SubmitRecipe(DaemonPair* pair) {
-  const auto job = pair->Submit(R"(name: "recipe" seed: 7 num_steps: 60
+  const auto job = pair->Submit(R"(name: "recipe" seed: 7 num_steps: 150
     rollout { prompts_per_step: 4 group_size: 4 sampling { temperature: 1 max_tokens: 12 }
       dynamic_sampling { max_rounds: 3 reward: "ended" } }
     rewards { name: "ended" weight: 1 ended_by_itself {} }
