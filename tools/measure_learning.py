@@ -85,8 +85,6 @@ def main():
         (metrics_port,) = free_ports(1)
         common = [f"--model={args.model}", f"--weights={args.weights}", f"--device={args.device}", f"--pool_bytes={args.pool_bytes}"]
         pair = Pair(args.bin, directory, common)
-        addresses = [f"--trainer=127.0.0.1:{pair.ports['trainer_server']}", f"--rollout=127.0.0.1:{pair.ports['rollout_server']}"]
-        tandem = os.path.join(args.bin, "tandem")
         try:
             begins = {"rollout_server": pair.start("rollout_server")}
             pair.flags = common + [f"--metrics=127.0.0.1:{metrics_port}"]
@@ -94,12 +92,9 @@ def main():
             for name, begin in begins.items():
                 pair.wait(name, begin, 120)
             begin = time.monotonic()
-            submitted = subprocess.run([tandem, "submit", job, "--json", *addresses], capture_output=True, text=True)
-            if submitted.returncode != 0:
-                sys.exit(submitted.stderr or submitted.stdout)
-            name = json.loads(submitted.stdout.splitlines()[0])["job"]
+            name = json.loads(pair.ask("submit", job, "--json").splitlines()[0])["job"]
             peaks = []
-            watch = subprocess.Popen([tandem, "watch", name, "--json", *addresses], stdout=subprocess.PIPE, text=True)
+            watch = subprocess.Popen(pair.client("watch", name, "--json"), stdout=subprocess.PIPE, text=True)
             for line in watch.stdout:
                 event = json.loads(line)
                 if isinstance(event.get("step"), dict) and int(event["step"]["step"]) >= 3:

@@ -102,6 +102,18 @@ class Pair:
         sys.exit(f"{name} does not serve after {time.monotonic() - begin:.1f} s (exit code "
                  f"{self.processes[name].poll()}):\n{self.log(name)[-4000:]}")
 
+    def client(self, *words):
+        """The command line of `tandem` with these words, for these daemons."""
+        return [os.path.join(self.bin, "tandem"), *words, f"--trainer=127.0.0.1:{self.ports['trainer_server']}",
+                f"--rollout=127.0.0.1:{self.ports['rollout_server']}"]
+
+    def ask(self, *words):
+        """What `tandem` prints; ends the program where it fails."""
+        answer = subprocess.run(self.client(*words), capture_output=True, text=True)
+        if answer.returncode != 0:
+            sys.exit(f"{' '.join(words)}: {answer.stderr or answer.stdout}")
+        return answer.stdout
+
     def log(self, name):
         with open(os.path.join(self.directory, name + ".log"), encoding="utf-8", errors="replace") as log:
             return log.read()

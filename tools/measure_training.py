@@ -83,15 +83,6 @@ def start(args, directory, more):
     return pair
 
 
-def client(args, pair, *words):
-    command = [os.path.join(args.bin, "tandem"), *words, f"--trainer=127.0.0.1:{pair.ports['trainer_server']}",
-               f"--rollout=127.0.0.1:{pair.ports['rollout_server']}"]
-    answer = subprocess.run(command, capture_output=True, text=True)
-    if answer.returncode != 0:
-        sys.exit(f"{' '.join(words)}: {answer.stderr or answer.stdout}")
-    return answer.stdout
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bin", required=True)
@@ -125,7 +116,7 @@ def main():
 
         pair = start(args, directory, [f"--pool_bytes={args.pool_bytes}"] if args.pool_bytes else [])
         try:
-            plan = json.loads(client(args, pair, "plan", job, "--json"))
+            plan = json.loads(pair.ask("plan", job, "--json"))
         finally:
             pair.end()
         memory = plan["memory"]
@@ -136,10 +127,10 @@ def main():
         pair = start(args, directory, asked)
         peak = Peak(card_mib if is_gpu else lambda: sum(proportional_bytes(process.pid) for process in pair.processes.values()) >> 20)
         try:
-            memory = json.loads(client(args, pair, "plan", job, "--json"))["memory"]
+            memory = json.loads(pair.ask("plan", job, "--json"))["memory"]
             begin = time.monotonic()
-            name = json.loads(client(args, pair, "submit", job, "--json"))["job"]
-            client(args, pair, "watch", name, "--json")
+            name = json.loads(pair.ask("submit", job, "--json"))["job"]
+            pair.ask("watch", name, "--json")
             seconds = time.monotonic() - begin
             peak_mib = peak.stop()
             with open(os.path.join(directory, "trainer_server", "jobs", name, "history.jsonl")) as history:

@@ -67,25 +67,22 @@ class ArenaPhase : public PhaseMemory {
   const ArenaScope scope_;
 };
 
-absl::StatusOr<int> RewardWorkers() {
+int RewardWorkers() {
   constexpr int kMost = 1024;
   const int given = absl::GetFlag(FLAGS_reward_workers);
-  if (given < 0 || given > kMost) {
-    return absl::InvalidArgumentError(absl::StrCat("--reward_workers: ", given, "; must be 0 to ", kMost));
-  }
+  if (given < 0 || given > kMost) BadFlag(absl::StrCat("--reward_workers: ", given, "; must be 0 to ", kMost));
   const auto processors = static_cast<int>(std::thread::hardware_concurrency());
   return given > 0 ? given : std::max(processors / 2, 1);
 }
 
-absl::StatusOr<std::uint64_t> HostLimitBytes() {
-  const std::string text = absl::GetFlag(FLAGS_host_bytes);
-  const absl::StatusOr<std::uint64_t> bytes = ParseBytes(text);
-  if (!bytes.ok()) return absl::InvalidArgumentError(absl::StrCat("--host_bytes: ", bytes.status().message()));
-  return *bytes > 0 ? *bytes : LayerInputHostLimit();
+std::uint64_t HostLimitBytes() {
+  const std::uint64_t given = BytesFlag("host_bytes", absl::GetFlag(FLAGS_host_bytes));
+  return given > 0 ? given : LayerInputHostLimit();
 }
 
 absl::StatusOr<int> Run(const DaemonConfig& config) {
-  TANDEM_ASSIGN_OR_RETURN(const std::uint64_t host_limit_bytes, HostLimitBytes());
+  const std::uint64_t host_limit_bytes = HostLimitBytes();
+  const int reward_workers = RewardWorkers();
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Metrics> metrics, Metrics::Create(config.metrics_address));
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMember> pool, PoolMember::Start(config.pool));
   const v1::PoolManifest manifest = pool->manifest();
@@ -109,7 +106,6 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
                     .patience = absl::Minutes(absl::GetFlag(FLAGS_peer_patience_minutes))});
 
   SandboxSource sandbox(absl::GetFlag(FLAGS_reward_python));
-  TANDEM_ASSIGN_OR_RETURN(const int reward_workers, RewardWorkers());
   LoopEnvironment environment;
   environment.sandbox = &sandbox;
   environment.reward_workers = reward_workers;

@@ -79,17 +79,6 @@ constexpr int kMaxMessageBytes = 4 << 20;
 constexpr std::size_t kMaxSocketAddress = sizeof(sockaddr_un::sun_path) - 1 + sizeof("unix:") - 1;
 volatile std::sig_atomic_t stop_signal = 0;  // written by the handler alone
 
-[[noreturn]] void BadFlag(const std::string& message) {
-  std::fprintf(stderr, "%s\n", message.c_str());
-  std::exit(1);
-}
-
-std::uint64_t BytesFlag(const char* name, const std::string& text) {
-  const absl::StatusOr<std::uint64_t> bytes = ParseBytes(text);
-  if (!bytes.ok()) BadFlag(absl::StrCat("--", name, ": ", bytes.status().message()));
-  return *bytes;
-}
-
 std::string EnvironmentOr(const char* name, const std::string& fallback) {
   const char* value = std::getenv(name);
   return value != nullptr && *value != '\0' ? value : fallback;
@@ -132,6 +121,17 @@ std::string LocalAddress(const std::string& run_dir, const std::string& program)
 }
 
 }  // namespace
+
+void BadFlag(const std::string& message) {
+  std::fprintf(stderr, "%s\n", message.c_str());
+  std::exit(1);
+}
+
+std::uint64_t BytesFlag(const char* name, const std::string& text) {
+  const absl::StatusOr<std::uint64_t> bytes = ParseBytes(text);
+  if (!bytes.ok()) BadFlag(absl::StrCat("--", name, ": ", bytes.status().message()));
+  return *bytes;
+}
 
 DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& program, v1::Role role,
                                 const std::string& default_listen, const std::string& default_metrics) {

@@ -27,6 +27,11 @@ struct DaemonConfig {
   PoolMemberOptions pool;
 };
 
+// Prints the message and ends with 1, before anything is started.
+[[noreturn]] void BadFlag(const std::string& message);
+// A flag's size ('64MiB'); ends as BadFlag does where it is none.
+std::uint64_t BytesFlag(const char* name, const std::string& text);
+
 class Daemon {
  public:
   // Parses the flags that both daemons have, makes the data folder and starts the log. Exits with 1 on a bad flag.

@@ -156,6 +156,11 @@ TEST(Daemon, BadFlagsEndItWithOneByName) {
   }
 }
 
+TEST(Daemon, ARoomsOwnSizesAreReadAsTheSharedOnesAre) {
+  EXPECT_EQ(BytesFlag("host_bytes", "32GiB"), std::uint64_t{32} << 30);
+  EXPECT_EXIT(BytesFlag("host_bytes", "xx"), ::testing::ExitedWithCode(1), "--host_bytes: 'xx' is not a size");
+}
+
 TEST(Channel, StatusesCrossUnchanged) {
   for (int code = 0; code <= 16; ++code) {
     const absl::Status status(static_cast<absl::StatusCode>(code), code == 0 ? "" : "why");

@@ -20,7 +20,7 @@
 namespace tandem {
 namespace {
 
-constexpr std::int64_t kIndexArrays = 14, kSumBytes = 4, kElementBytes = 2;
+constexpr std::int64_t kIndexArrays = 14, kElementBytes = 2;
 
 class BufferTaker {
  public:

@@ -9,6 +9,7 @@
 #include "common/base/random.h"
 #include "common/base/units.h"
 #include "common/memory/pool_plan.h"
+#include "common/model/random_model_source.h"
 #include "trainer_server/policy/policy_memory.h"
 
 namespace tandem {
@@ -16,19 +17,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-ModelConfig Llama8b() {
-  ModelConfig model;
-  model.family = "llama";
-  model.num_layers = 32;
-  model.hidden_size = 4096;
-  model.intermediate_size = 14336;
-  model.num_heads = 32;
-  model.num_kv_heads = 8;
-  model.head_dim = 128;
-  model.vocab_size = 128256;
-  model.max_positions = 131072;
-  return model;
-}
+ModelConfig Llama8b() { return *ConfigOfShape("llama-3.1-8b"); }
 
 // An 80 GiB pool on a GPU with Llama-3.1-8B in NF4 and a KV cache in FP8.
 NodeMemory GpuNode(const ModelConfig& model) {
