@@ -21,6 +21,7 @@
 #include "trainer_server/job/evaluation.h"
 #include "trainer_server/job/history.h"
 #include "trainer_server/job/job_plan.h"
+#include "trainer_server/job/step_record.h"
 #include "trainer_server/policy/policy_model.h"
 #include "trainer_server/prompt/prompt_source.h"
 #include "trainer_server/publish/adapter_publisher.h"
@@ -119,16 +120,6 @@ class TrainingLoop {
   absl::StatusOr<DrawnGroups> DrawGroups(const std::vector<Prompt>& prompts, std::uint32_t group_size,
                                          const v1::SamplingParams& sampling, std::vector<std::uint64_t> seeds);
   void ReportFailures(const std::vector<RewardFailure>& failures);
-  // A step's groups as they are trained on, and what was drawn for them.
-  struct DrawnStep {
-    std::vector<ScoredGroup> groups;
-    std::uint64_t num_prompts = 0;  // drawn
-    std::uint64_t num_rounds = 0;
-    std::uint64_t completion_tokens = 0;  // drawn
-    std::size_t num_flat = 0;             // groups drawn whose rewards are all equal
-    std::vector<double> drawn_totals;     // weighted rewards of all completions drawn
-    double rollout_seconds = 0, reward_seconds = 0;
-  };
   absl::StatusOr<DrawnStep> DrawStep(std::uint64_t step);
   absl::Status DrawRound(std::uint64_t step, std::size_t num_prompts, DrawnStep* drawn, std::vector<ScoredGroup>* flat);
   bool IsFlat(const ScoredGroup& group) const;
@@ -141,8 +132,6 @@ class TrainingLoop {
   void ObserveGeneration();
   // Plan against use, by owner.
   void ExportMemory(std::uint64_t training_peak_bytes);
-  NamedValues StepValues(const DrawnStep& drawn, const std::vector<RewardMetrics>& functions, const StepReport& report) const;
-  std::vector<v1::CompletionRecord> Records(const std::vector<ScoredGroup>& groups, const StepReport& report) const;
   void ExportStep(const StepReport& report);
   CheckpointArrays arrays() const {
     return {.adapter = masters_.bytes(),
