@@ -59,6 +59,11 @@ Device TestDevice() {
   return device;
 }
 
+bool IsLongTest() {
+  const char* const value = std::getenv("TANDEM_LONG_TESTS");
+  return value != nullptr && std::string(value) == "1";
+}
+
 std::unique_ptr<grpc::ClientContext> ContextFor(absl::Duration timeout) {
   auto context = std::make_unique<grpc::ClientContext>();
   context->set_deadline(absl::ToChronoTime(absl::Now() + timeout));
@@ -110,6 +115,7 @@ void DaemonPair::Start(Half half) {
     ::dup2(fd, STDERR_FILENO);
     ::dup2(fd, STDOUT_FILENO);
     ::setenv("OMP_NUM_THREADS", "1", 1);
+    for (std::string& assignment : options_.environment) ::putenv(assignment.data());
     if (!preloaded.empty()) ::setenv("LD_PRELOAD", preloaded.c_str(), 1);
     ::execv(argv[0], argv.data());
     ::_exit(127);

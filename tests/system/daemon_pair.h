@@ -18,6 +18,8 @@ namespace tandem {
 
 // Where the daemons of system tests run: the CPU, unless the environment says TANDEM_TEST_DEVICE=cuda.
 Device TestDevice();
+// Whether the sizes that are run by hand are asked for: TANDEM_LONG_TESTS=1.
+bool IsLongTest();
 
 enum class Half { kRollout, kTrainer };
 
@@ -28,6 +30,7 @@ struct DaemonPairOptions {
   std::vector<std::string> trainer_flags = {};  // for the trainer alone
   bool meets_in_run_dir = false;                // their addresses are sockets there: for daemons whose flags name a --listen
   std::string preloaded;                        // a library beside the test's binary that is loaded into both; empty: none
+  std::vector<std::string> environment = {};    // "NAME=VALUE", of both
 };
 
 class DaemonPair {

@@ -29,9 +29,6 @@ using ::testing::HasSubstr;
 
 constexpr char kPython[] = "/usr/bin/python3";
 
-// TANDEM_LONG_TESTS=1 in the environment: the long form of a test.
-bool IsLong() { return std::getenv("TANDEM_LONG_TESTS") != nullptr; }
-
 class RewardsTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -208,7 +205,7 @@ class WorkerKiller {
 };
 
 TEST_F(RewardsTest, WorkersThatMisbehaveAtRandomCostTimeAndNothingElse) {
-  const int num_steps = IsLong() ? 200 : 25;
+  const int num_steps = IsLongTest() ? 200 : 25;
   std::string trajectories[2];
   int num_killed = 0;
   for (std::size_t i = 0; i < 2; ++i) {
