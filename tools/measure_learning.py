@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -108,13 +109,14 @@ def main():
         finally:
             pair.end()
         steps = [line for line in lines if line["kind"] == "step"]
+        differences = [s[key] for s in steps if (key := "sampling/sampling_logp_difference/mean") in s]  # a step that skips all has none
         times = {stage: round(sum(step["times"].get(stage, 0) for step in steps), 2) for stage in steps[-1]["times"]}
         print(json.dumps({
             "weights": args.weights, "seed": args.seed, "seconds": round(seconds, 1), "peak_mib_after_step_3_and_at_last": [peaks[0], peaks[-1]],
             "held_out": [[line["step"], round(line["reward"], 4), round(line["rewards/correct/mean"], 4)]
                          for line in lines if line["kind"] == "evaluation"],
             "reward": [round(step["reward"], 4) for step in steps],
-            "sampling_logp_difference": round(sum(s["sampling/sampling_logp_difference/mean"] for s in steps) / len(steps), 5),
+            "sampling_logp_difference": round(statistics.mean(differences), 5),
             "times": times}))
 
 
