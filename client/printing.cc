@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "absl/strings/ascii.h"
+#include "common/base/printable.h"
 #include "common/base/units.h"
 #include "google/protobuf/util/json_util.h"
 #include "nlohmann/json.hpp"
@@ -19,9 +20,11 @@ std::string ToJson(const google::protobuf::Message& message) {
   return status.ok() ? json : std::string("{}");
 }
 
-void Print(const std::string& line) {
-  std::fwrite(line.data(), 1, line.size(), stdout);
-  std::fputc('\n', stdout);
+void Print(const std::string& line) { PrintPiece(line + "\n"); }
+
+void PrintPiece(std::string_view text) {
+  const std::string printable = Printable(text, LineEnds::kKeep);
+  std::fwrite(printable.data(), 1, printable.size(), stdout);
   std::fflush(stdout);
 }
 

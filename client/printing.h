@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "google/protobuf/message.h"
@@ -12,7 +13,9 @@ namespace tandem {
 
 // One line of JSON with proto field names; default values included.
 std::string ToJson(const google::protobuf::Message& message);
+// To stdout, as Printable has it: a completion or a name moves no terminal.
 void Print(const std::string& line);
+void PrintPiece(std::string_view text);  // of a line
 // Columns padded to their widest cell; the first row is the heading.
 std::string FormatTable(const std::vector<std::vector<std::string>>& rows);
 // Memory by owner, largest first, with a total of what lies in the pool.

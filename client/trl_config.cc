@@ -12,6 +12,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_join.h"
+#include "common/base/printable.h"
+#include "common/model/utf8.h"
 #include "google/protobuf/text_format.h"
 #include "nlohmann/json.hpp"
 #include "yaml-cpp/yaml.h"
@@ -25,9 +27,12 @@ using Lines = std::vector<std::string>;
 constexpr std::size_t kMaxTextBytes = 1 << 20;
 constexpr std::size_t kMaxNodes = 10000;  // aliases may repeat a small file without end
 
+// yaml-cpp makes \N and \_ single bytes, which are no UTF-8.
+std::string TextOf(const YAML::Node& node) { return ReplaceIllFormed(node.Scalar()); }
+
 // Plain scalars as YAML's core schema types them, "1e-6" included; quoted ones are text.
 Json ScalarToJson(const YAML::Node& node) {
-  const std::string text = node.Scalar();
+  const std::string text = TextOf(node);
   if (node.Tag() == "!") return text;
   const std::string lower = absl::AsciiStrToLower(text);
   if (lower == "true" || lower == "false") return lower == "true";
@@ -54,7 +59,7 @@ absl::StatusOr<Json> ToJson(const YAML::Node& node, std::size_t* num_nodes) {
   }
   if (node.IsMap()) {
     Json object = Json::object();
-    for (const auto& item : node) { TANDEM_ASSIGN_OR_RETURN(object[item.first.Scalar()], ToJson(item.second, num_nodes)); }
+    for (const auto& item : node) { TANDEM_ASSIGN_OR_RETURN(object[TextOf(item.first)], ToJson(item.second, num_nodes)); }
     return object;
   }
   return Json(nullptr);
@@ -64,6 +69,9 @@ absl::StatusOr<Json> Parse(const std::string& text) {
   if (text.size() > kMaxTextBytes) {
     return absl::InvalidArgumentError(
         absl::StrCat("the configuration has ", text.size(), " bytes; the limit is ", kMaxTextBytes));
+  }
+  if (!IsWellFormed(text)) {
+    return absl::InvalidArgumentError(absl::StrCat("the configuration is not UTF-8, from byte ", WellFormedPrefix(text), " on"));
   }
   try {
     std::size_t num_nodes = 0;
@@ -644,7 +652,8 @@ absl::StatusOr<std::string> ToJobFile(const ImportedJob& imported) {
   if (imported.job.has_evaluation()) text += ", path in evaluation { } or held_out_share in data { }";
   text += "\n";
   for (const NotKept& option : imported.not_kept) {
-    absl::StrAppend(&text, "# ", option.option, ": ", option.value, ": ", option.reason, "\n");
+    const std::string line = absl::StrCat(option.option, ": ", option.value, ": ", option.reason);
+    absl::StrAppend(&text, "# ", Printable(line, LineEnds::kEscape), "\n");
   }
   return text + job;
 }

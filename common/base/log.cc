@@ -9,6 +9,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "common/base/check.h"
+#include "common/base/printable.h"
 
 namespace tandem {
 namespace {
@@ -19,7 +20,12 @@ std::atomic<LogLevel> least{LogLevel::kInfo};
 void WriteLine(char letter, std::string_view room, std::string_view message) {
   std::string line = absl::FormatTime("%Y-%m-%dT%H:%M:%E6SZ", absl::Now(), absl::UTCTimeZone());
   line.append({' ', letter, ' '});
-  line.append(program_name ? *program_name : "tandem").append(" ").append(room).append(": ").append(message).append("\n");
+  line.append(program_name ? *program_name : "tandem")
+      .append(" ")
+      .append(room)
+      .append(": ")
+      .append(Printable(message, LineEnds::kEscape))
+      .append("\n");
   // A log that cannot be written must not stop the daemon.
   [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
 }

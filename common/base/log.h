@@ -1,6 +1,7 @@
 // One log line format for both daemons, on stderr:
 //   2026-11-29T18:20:01.123456Z I rollout_server engine: admitted sequence=3 tokens=28
-// TANDEM_LOG(kInfo, "engine", "admitted sequence=", id, " tokens=", n). Values are key=value. Thread-safe; one write(2) a line.
+// TANDEM_LOG(kInfo, "engine", "admitted sequence=", id, " tokens=", n). Values are key=value. Thread-safe; one write(2) a line,
+// and a line a message: what a message quotes of others neither ends it nor moves a terminal (printable.h).
 #pragma once
 
 #include <string>

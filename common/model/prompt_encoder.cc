@@ -11,7 +11,9 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/ascii.h"
+#include "common/base/allocation_budget.h"
 #include "common/base/mutex.h"
+#include "common/base/units.h"
 #include "common/model/bounded_json.h"
 #include "common/model/utf8.h"
 #include "jinja/parser.h"
@@ -28,6 +30,8 @@ constexpr std::size_t kMaxTemplateDepth = 64;       // brackets and blocks insid
 constexpr std::size_t kMaxScopes = 100'000;         // loop turns and macro calls of one rendering
 constexpr std::size_t kMaxStackBytes = 512 * 1024;  // of one rendering: macros can call themselves
 constexpr std::size_t kMaxRenderedBytes = std::size_t{64} << 20;
+constexpr std::size_t kMaxRenderMemory = std::size_t{512} << 20;  // at a time; a prompt of 16 MiB takes 64 MiB
+constexpr std::size_t kMaxRenderWork = std::size_t{4} << 30;      // in all: what a few seconds write; 10,000 turns take 0.5 GiB
 constexpr std::size_t kMaxArgumentBytes = 64 << 10;
 // What strftime_now tells a template: the date that Llama 3's template falls back to. A prompt must not change at midnight.
 constexpr std::time_t kTemplateTime = 1721995200;  // 2024-07-26 12:00 UTC
@@ -338,8 +342,10 @@ absl::StatusOr<MarkedText> TemplatePromptEncoder::RenderMarked(const Chat& chat,
   if (!program_.has_value()) return absl::FailedPreconditionError("the model has no chat template: give the prompt as text");
   const TokenizerSpec& spec = tokenizer_->spec();
   jinja::value_string output;
+  std::optional<AllocationBudget> budget;
   try {
     MutexLock lock(&render_mutex_);
+    budget.emplace(kMaxRenderMemory, kMaxRenderWork);
     jinja::context context(spec.chat_template);
     context.current_time = kTemplateTime;
     for (const auto& [name, value] : chat.arguments.items()) context.set_val(name, ToValue(value, guard));
@@ -350,7 +356,14 @@ absl::StatusOr<MarkedText> TemplatePromptEncoder::RenderMarked(const Chat& chat,
     context.set_val(std::make_shared<RenderBudget>(StackAddress()), jinja::mk_val<jinja::value_none>());
     jinja::runtime runtime(context);
     output = jinja::runtime::gather_string_parts(runtime.execute(*program_));
+    budget.reset();
   } catch (const std::exception& exception) {
+    const bool is_exceeded = budget.has_value() && budget->is_exceeded();
+    budget.reset();
+    if (is_exceeded) {
+      return absl::InvalidArgumentError(absl::StrCat("the chat template takes more than ", FormatBytes(kMaxRenderMemory),
+                                                     " of memory at a time, or ", FormatBytes(kMaxRenderWork), " in all"));
+    }
     return absl::InvalidArgumentError(absl::StrCat("the chat template refuses the messages: ", WordsOf(exception)));
   }
 

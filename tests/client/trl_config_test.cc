@@ -223,10 +223,28 @@ TEST(TrlConfigTest, EveryFaultIsListedAtOnce) {
   }
 }
 
+TEST(TrlConfigTest, EveryTextIsUtf8) {
+  const auto text = ToJobFile(Import("\"a\\N\": \"b\\_c\"\n"));
+  ASSERT_TRUE(text.ok()) << text.status();
+  EXPECT_THAT(*text, HasSubstr("# a\xef\xbf\xbd: \"b\xef\xbf\xbd"
+                               "c\": "));
+}
+
+// What was not kept stands in comments, whatever it is called.
+TEST(TrlConfigTest, AnOptionsNameEndsNoComment) {
+  const auto text = ToJobFile(Import("{\"a\\nseed: 99\": 1, \"learning_rate\": 0.5}"));
+  ASSERT_TRUE(text.ok()) << text.status();
+  v1::JobSpec job;
+  ASSERT_TRUE(google::protobuf::TextFormat::ParseFromString(*text, &job)) << *text;
+  EXPECT_EQ(job.seed(), 42u) << *text;
+  EXPECT_THAT(*text, HasSubstr("# a\\nseed: 99: 1: not an option that this command knows\n"));
+}
+
 TEST(TrlConfigTest, TextThatIsNoConfigurationIsRefused) {
   for (const auto& [text, words] : {std::pair<std::string, std::string>{"[1, 2]", "not a mapping"},
                                     {"a: [1", "neither JSON nor YAML"},
                                     {"just words", "not a mapping"},
+                                    {"a: M\xfcller", "not UTF-8, from byte 4 on"},
                                     {std::string((1 << 20) + 1, ' '), "the limit is 1048576"}}) {
     const auto imported = ImportTrlConfig(text, "case");
     ASSERT_TRUE(absl::IsInvalidArgument(imported.status())) << text.substr(0, 20);

@@ -10,6 +10,8 @@
 #include <span>
 #include <string_view>
 
+#include "common/model/utf8.h"
+
 namespace tandem {
 namespace {
 
@@ -208,9 +210,14 @@ absl::Status DataSet::TakeCsvHeader() {
   csv_fields_ = SplitCsv(header);
   std::set<std::string> known;
   for (std::size_t i = 0; i < csv_fields_.size(); ++i) {
+    if (!IsWellFormed(csv_fields_[i])) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("data set line ", rows_[0].line, ": field ", i + 1, " of the CSV header is not UTF-8"));
+    }
     if (!csv_fields_[i].empty() && known.insert(csv_fields_[i]).second) continue;
     return absl::InvalidArgumentError(
-        absl::StrCat("data set line ", rows_[0].line, ": field ", i + 1, " of the CSV header, '", csv_fields_[i].substr(0, 80),
+        absl::StrCat("data set line ", rows_[0].line, ": field ", i + 1, " of the CSV header, '",
+                     ReplaceIllFormed(std::string_view(csv_fields_[i]).substr(0, 80)),
                      "', is empty or there twice. JSON lines begin with '{', a JSON array with '['"));
   }
   rows_.erase(rows_.begin());
@@ -241,7 +248,13 @@ absl::StatusOr<nlohmann::json> DataSet::ReadRow(std::size_t row_index) const {
           absl::StrCat("data set line ", row.line, " has ", fields.size(), " fields; the CSV header has ", csv_fields_.size()));
     }
     nlohmann::json value = nlohmann::json::object();
-    for (std::size_t i = 0; i < fields.size(); ++i) value[csv_fields_[i]] = std::move(fields[i]);
+    for (std::size_t i = 0; i < fields.size(); ++i) {
+      if (!IsWellFormed(fields[i])) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("data set line ", row.line, ": field '", csv_fields_[i], "' is not UTF-8"));
+      }
+      value[csv_fields_[i]] = std::move(fields[i]);
+    }
     return value;
   }
   // Nesting is bounded: a parser that recurses must not be led off its stack.
@@ -259,7 +272,7 @@ absl::StatusOr<nlohmann::json> DataSet::ReadRow(std::size_t row_index) const {
   }
   if (!value.is_object()) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "data set line ", row.line, " is not a JSON object: ", text.substr(0, std::min<std::size_t>(text.size(), 80))));
+        "data set line ", row.line, " is not a JSON object: ", ReplaceIllFormed(std::string_view(text).substr(0, 80))));
   }
   return value;
 }

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "tests/common/model/tokenizer_fixture.h"
 
 namespace tandem {
@@ -305,6 +306,34 @@ TEST(PromptEncoderTest, RunawayTemplatesEnd) {
     EXPECT_THAT(std::string(status.message()), ::testing::AnyOf(HasSubstr("calls itself too deeply"), HasSubstr("steps")))
         << text;
   }
+}
+
+// Few steps, and each makes much: refused while it is made, before it fills the memory of the node.
+TEST(PromptEncoderTest, TemplatesThatGrowWithoutBoundAreRefused) {
+  std::string doubled = "{% set a = 'xxxxxxxxxxxxxxxx' %}";
+  for (int i = 0; i < 40; ++i) doubled += "{% set a = a ~ a %}";
+  const std::vector<std::string> bombs = {
+      doubled + "{{ a }}",
+      "{% set ns = namespace(a='x') %}{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+      "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+      "{{ 'xxxxxxxxxxxxxxxx' * 1000000000000 }}",
+      "{{ range(1000000000000) | list | length }}",
+      "{% set a = 'x' * 1000000 %}{{ a | replace('x', a) }}",
+      "{% for i in range(90000) %}{{ 'x' * 100000 }}{% endfor %}"};
+  for (const std::string& text : bombs) {
+    SCOPED_TRACE(text.substr(0, 80));
+    const absl::Time begin = absl::Now();
+    const absl::Status status = MakeEncoder(text)->Render({{"user", "x"}}, kClosed).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("more than 512.0 MiB of memory at a time, or 4.0 GiB in all"));
+    EXPECT_LT(absl::Now() - begin, absl::Seconds(60)) << "a few seconds, but for sanitizers";
+  }
+  // A prompt as long as one may be is far from it, and so is one of many turns.
+  const auto encoder = MakeEncoder(std::string(kChatTemplate));
+  EXPECT_TRUE(encoder->EncodeChat({{"user", std::string(4 << 20, 'x') + "<|end|>"}}, kAsking).ok());
+  std::vector<ChatMessage> turns;
+  for (int i = 0; i < 2000; ++i) turns.push_back({i % 2 == 0 ? "user" : "assistant", "a turn"});
+  EXPECT_TRUE(encoder->EncodeChat(turns, kAsking).ok());
 }
 
 // A prompt must not change at midnight: resumed training repeats its prompts.

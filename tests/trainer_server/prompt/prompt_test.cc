@@ -7,6 +7,7 @@
 #include <map>
 #include <set>
 
+#include "common/model/utf8.h"
 #include "tests/trainer_server/support/fake_model.h"
 #include "trainer_server/prompt/prompt_source.h"
 
@@ -101,6 +102,7 @@ TEST(DataSetTest, FaultyFilesAreNamed) {
                                     {"q,q\n1,2\n", "line 1: field 2 of the CSV header, 'q', is empty or there twice"},
                                     {"q,n\n\"a,1\n", "line 2: a quote is not closed"},
                                     {"q\n\"" + std::string(5 * kMaxRowBytes, 'x'), "line 2 has a row of more than"},
+                                    {"q,\xfc\na,1\n", "line 1: field 2 of the CSV header is not UTF-8"},
                                     {"PAR1xxxx", "python3 -m tandem.convert"},
                                     {"\x1f\x8b\x08", "compressed"}}) {
     const absl::Status status = Rows(text).status();
@@ -110,6 +112,13 @@ TEST(DataSetTest, FaultyFilesAreNamed) {
   const auto data = Rows("q,n\na,1\nb\n");
   ASSERT_TRUE(data.ok());
   EXPECT_THAT(std::string((*data)->ReadRow(1).status().message()), HasSubstr("line 3 has 1 fields; the CSV header has 2"));
+  // Latin-1, as spreadsheets write it: whatever quotes a row quotes UTF-8.
+  const auto latin = Rows("q,n\na,M\xfcller\n");
+  ASSERT_TRUE(latin.ok());
+  EXPECT_THAT(std::string((*latin)->ReadRow(0).status().message()), HasSubstr("line 2: field 'n' is not UTF-8"));
+  const auto lines = Rows("{\"q\": \"M\xfcller\"}\n");
+  ASSERT_TRUE(lines.ok());
+  EXPECT_TRUE(IsWellFormed(std::string((*lines)->ReadRow(0).status().message()))) << "of a row that is cut, too";
 }
 
 // A file of 128 MiB under a limit of 24 MiB more than is mapped.
