@@ -9,6 +9,7 @@ find_package(prometheus-cpp CONFIG REQUIRED)
 find_package(SQLite3 REQUIRED)
 find_package(yaml-cpp REQUIRED)
 find_package(OpenSSL REQUIRED)
+find_package(Boost 1.74 REQUIRED)           # headers alone: Asio and Beast
 find_package(ICU REQUIRED COMPONENTS uc)
 find_package(PkgConfig REQUIRED)
 pkg_check_modules(PCRE2 REQUIRED IMPORTED_TARGET libpcre2-8)

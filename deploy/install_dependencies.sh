@@ -9,7 +9,8 @@
 #                 with cuDNN and NCCL
 #     --no-cuda   without them; default: as --cuda where a GPU or such a toolkit is found
 #     --checks    also what tests alone use: clang-14, clang-tidy-14 and clang-format-14 (lint, the preset cpu-clang), prometheus (alerts,
-#                 dashboards). Where systemd runs, Debian's prometheus comes as a service at port 9090, the trainer's /metrics: disable it
+#                 dashboards), chromium (the live page). Where systemd runs, Debian's prometheus comes as a service at port 9090, the
+#                 trainer's /metrics: disable it
 #   TANDEM_CACHE=DIR puts the cache elsewhere (default ~/.cache/tandem).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -28,10 +29,11 @@ done
 packages=(
   build-essential cmake ninja-build ccache mold pkg-config ca-certificates python3 python3-pip
   libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc libabsl-dev prometheus-cpp-dev
-  libgtest-dev libgmock-dev libsqlite3-dev libyaml-cpp-dev libpcre2-dev libicu-dev nlohmann-json3-dev libssl-dev gnuplot-nox
+  libgtest-dev libgmock-dev libsqlite3-dev libyaml-cpp-dev libpcre2-dev libicu-dev nlohmann-json3-dev libssl-dev libboost-dev
+  gnuplot-nox
   bubblewrap openssl iproute2 python3-grpcio python3-protobuf    # the sandbox of rewards; what the Python package and its tests need
 )
-if [ $checks = yes ]; then packages+=(clang-14 clang-tidy-14 clang-format-14 prometheus); fi
+if [ $checks = yes ]; then packages+=(clang-14 clang-tidy-14 clang-format-14 prometheus chromium fonts-dejavu-core); fi
 
 installed=$(dpkg-query -W -f '${db:Status-Status} ${Package}\n' "${packages[@]}" 2>/dev/null || true)
 missing=()

@@ -85,7 +85,8 @@ class Pair:
         begin = time.monotonic()
         process = subprocess.Popen(
             [os.path.join(self.bin, name), f"--listen=127.0.0.1:{self.ports[name]}", f"--peer=127.0.0.1:{peer}",
-             "--metrics=off", f"--run_dir={self.directory}/run", f"--data_dir={self.directory}/{name}", *self.flags],
+             "--metrics=off", *(["--http_address=off"] if name == "trainer_server" else []), f"--run_dir={self.directory}/run",
+             f"--data_dir={self.directory}/{name}", *self.flags],
             stdout=log, stderr=log)
         log.close()
         self.processes[name] = process

@@ -37,7 +37,7 @@ mkdir -p "$work" "$reports"
 chmod 700 "$work"
 mapfile -t ports < <(python3 - <<'PY'
 import socket
-sockets = [socket.socket() for _ in range(4)]
+sockets = [socket.socket() for _ in range(5)]
 for s in sockets:
     s.bind(("127.0.0.1", 0))
 print(*(s.getsockname()[1] for s in sockets), sep="\n")
@@ -62,7 +62,7 @@ common+=(${daemon_flags[@]+"${daemon_flags[@]}"})
 "$bin/rollout_server" --listen="$rollout" --metrics="127.0.0.1:${ports[2]}" --peer="$trainer" \
   --data_dir="$work/rollout" "${common[@]}" ${rollout_flags[@]+"${rollout_flags[@]}"} 2> "$work/rollout_server.log" &
 pids+=($!)
-"$bin/trainer_server" --listen="$trainer" --metrics="127.0.0.1:${ports[3]}" --peer="$rollout" \
+"$bin/trainer_server" --listen="$trainer" --metrics="127.0.0.1:${ports[3]}" --http_address="127.0.0.1:${ports[4]}" --peer="$rollout" \
   --data_dir="$work/trainer" "${common[@]}" 2> "$work/trainer_server.log" &
 pids+=($!)
 rollout_pid=${pids[0]} trainer_pid=${pids[1]}
@@ -78,6 +78,7 @@ for _ in $(seq 600); do
 done
 if [ $ready = no ]; then echo "the daemons did not answer in two minutes:" >&2; cat "$work/status.txt" >&2; exit 1; fi
 cat "$work/status.txt"
+echo "live page: http://127.0.0.1:${ports[4]}/"
 
 python3 "$here/watch_memory.py" --metrics="127.0.0.1:${ports[2]}" "$work/memory.json" "$rollout_pid" "$trainer_pid" &
 pids+=($!)

@@ -65,7 +65,7 @@ common=(--device=cpu --metrics=off --run_dir="$work/pool" --model="$source_dir/t
 mkdir -m 700 "$work/pool"
 "${clean[@]}" "$package/bin/rollout_server" --listen=$rollout --peer=$trainer --data_dir="$work/rollout" "${common[@]}" 2> rollout.log &
 pids+=($!)
-"${clean[@]}" "$package/bin/trainer_server" --listen=$trainer --peer=$rollout --data_dir="$work/trainer" "${common[@]}" 2> trainer.log &
+"${clean[@]}" "$package/bin/trainer_server" --listen=$trainer --http_address=off --peer=$rollout --data_dir="$work/trainer" "${common[@]}" 2> trainer.log &
 pids+=($!)
 client() { "${clean[@]}" "$package/bin/tandem" --trainer=$trainer --rollout=$rollout "$@"; }
 for _ in $(seq 300); do

@@ -22,7 +22,7 @@ LIBTORCH = re.compile(r"(torch|ATen|c10|caffe2)/")
 LIBTORCH_ROOMS = ("common/torch/", "rollout_server/model/", "trainer_server/policy/", "trainer_server/loss/", "trainer_server/optim/",
                   "trainer_server/step/", "trainer_server/publish/", "trainer_server/checkpoint/", "tests/")
 GRPC = re.compile(r"grpc(pp)?/|.*\.grpc\.pb\.h$")
-GRPC_ROOMS = ("common/rpc/", "common/sharing/", "rollout_server/service/", "trainer_server/service/", "trainer_server/rollout/",
+GRPC_ROOMS = ("common/rpc/", "common/sharing/", "rollout_server/service/", "trainer_server/service/", "trainer_server/http/", "trainer_server/rollout/",
               "trainer_server/publish/", "trainer_server/reward/remote_reward.cc", "rollout_server/main.cc", "trainer_server/main.cc", "client/", "tests/")
 INCLUDE = re.compile(r'^\s*#\s*include\s+(["<])([^">]+)[">]', re.MULTILINE)
 

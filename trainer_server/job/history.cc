@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cinttypes>
 #include <cmath>
 #include <cstdio>
@@ -13,6 +14,8 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <system_error>
+#include <utility>
 
 #include "absl/strings/str_format.h"
 #include "google/protobuf/util/json_util.h"
@@ -141,23 +144,26 @@ absl::Status HistoryWriter::WriteCompletions(std::uint64_t step, std::span<const
   return absl::OkStatus();
 }
 
-std::optional<HistoryEvent> HistoryReader::Next() {
+void HistoryReader::GoTo(std::uint64_t offset) {
+  offset_ = offset;
+  pending_.clear();
+  consumed_ = 0;
+}
+
+std::optional<std::string> HistoryReader::NextLine() {
   while (true) {
-    if (const std::size_t end = pending_.find('\n'); end != std::string::npos) {
-      const std::string line = pending_.substr(0, end);
-      pending_.erase(0, end + 1);
-      offset_ += end + 1;
-      if (auto event = FromJsonLine(line)) return event;
-      continue;
+    if (const std::size_t end = pending_.find('\n', consumed_); end != std::string::npos) {
+      std::string line = pending_.substr(consumed_, end - consumed_);
+      consumed_ = end + 1;
+      return line;
     }
+    pending_.erase(0, consumed_);
+    offset_ += std::exchange(consumed_, 0);
     std::ifstream file(path_, std::ios::binary);
     if (!file) return std::nullopt;
     file.seekg(0, std::ios::end);
     const auto size = static_cast<std::uint64_t>(file.tellg());
-    if (size < offset_) {
-      offset_ = 0;
-      pending_.clear();
-    }
+    if (size < offset_) GoTo(0);
     const std::uint64_t begin = offset_ + pending_.size();
     if (size <= begin) return std::nullopt;
     constexpr std::uint64_t kReadBytes = 256 << 10;
@@ -166,6 +172,53 @@ std::optional<HistoryEvent> HistoryReader::Next() {
     file.read(piece.data(), static_cast<std::streamsize>(piece.size()));
     if (file.gcount() <= 0) return std::nullopt;
     pending_.append(piece, 0, static_cast<std::size_t>(file.gcount()));
+  }
+}
+
+bool HistoryReader::IsPassedOver(std::string_view line) const {
+  static const std::string kBegin = absl::StrCat("{\"", kKind, "\":\"", kKinds[0], "\",\"", kStep, "\":");
+  if (stride_steps_ <= 1 || !line.starts_with(kBegin)) return false;
+  std::uint64_t step = 0;
+  line.remove_prefix(kBegin.size());
+  return std::from_chars(line.data(), line.data() + line.size(), step).ec == std::errc() && step % stride_steps_ != 0;
+}
+
+std::optional<HistoryEvent> HistoryReader::Next() {
+  while (const auto line = NextLine()) {
+    if (IsPassedOver(*line)) continue;
+    if (auto event = FromJsonLine(*line)) return event;
+  }
+  return std::nullopt;
+}
+
+void HistoryReader::Seek(std::uint64_t step) {
+  std::error_code error;
+  // The first wanted line begins in [low, high]; lines are in the order of their steps.
+  std::uint64_t low = 0, high = std::filesystem::file_size(path_, error);
+  if (error) high = 0;
+  constexpr std::uint64_t kNearBytes = 64 << 10;
+  while (high - low > kNearBytes) {
+    const std::uint64_t middle = low + (high - low) / 2;
+    GoTo(middle);
+    std::optional<HistoryEvent> event;
+    if (NextLine().has_value()) {  // the rest of the line in which `middle` lies
+      const auto line = NextLine();
+      if (line.has_value()) event = FromJsonLine(*line);
+    }
+    if (event.has_value() && event->step < step) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  GoTo(low);
+  if (low > 0) NextLine();
+  while (true) {
+    const std::uint64_t begin = offset_ + consumed_;
+    const auto line = NextLine();
+    if (!line.has_value()) return;
+    const std::optional<HistoryEvent> event = FromJsonLine(*line);
+    if (event.has_value() && event->step >= step) return GoTo(begin);
   }
 }
 

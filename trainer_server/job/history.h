@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -64,14 +65,25 @@ class HistoryWriter {
 // Follows a history that grows. Confined to one thread.
 class HistoryReader {
  public:
-  explicit HistoryReader(const std::string& directory) : path_(directory + "/history.jsonl") {}
+  // Of the steps only those that `stride_steps` divides; 0: each.
+  explicit HistoryReader(const std::string& directory, std::uint64_t stride_steps = 0)
+      : path_(directory + "/history.jsonl"), stride_steps_(stride_steps) {}
   // The next event that is there; nullopt when none is, now. After the file was cut back events come again.
   std::optional<HistoryEvent> Next();
+  // Goes on at the first event of `step` or a later one: a few reads, however long the history is.
+  void Seek(std::uint64_t step);
 
  private:
+  // The next whole line, without its end; nullopt when none is there now.
+  std::optional<std::string> NextLine();
+  void GoTo(std::uint64_t offset);
+  bool IsPassedOver(std::string_view line) const;
+
   const std::string path_;
-  std::uint64_t offset_ = 0;
-  std::string pending_;
+  const std::uint64_t stride_steps_;
+  std::uint64_t offset_ = 0;  // of pending_ in the file
+  std::string pending_;       // read, its first consumed_ bytes handed out
+  std::size_t consumed_ = 0;
 };
 
 // Steps whose completions are there, ascending.
