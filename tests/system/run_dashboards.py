@@ -39,6 +39,7 @@ CLOSED_LABELS = {
     "finished_reason": {"stop", "length", "abort", "error"},
 }
 MOST_SERIES = 600  # of one daemon, histograms' buckets included
+MOST_PLAN_USE = 1.25  # of an owner's plan; who asks the model beside the job has KV of their own
 MOST_APART_MIB = 32  # what is accounted for and what the driver calls used
 EXPOSER = "exposer_"  # what the HTTP server tells of itself
 
@@ -177,6 +178,12 @@ def watch(args, job, declared):
         if status["state"] not in ("JOB_STATE_QUEUED", "JOB_STATE_RUNNING"):
             for name, text in pages.items():
                 check_page(name, text, declared, {job})
+            uses = dict(re.findall(r'^tandem_plan_use_ratio\{[^}]*owner="(\w+)"[^}]*\} (\S+)$', pages.get("trainer_server", ""), re.MULTILINE))
+            for owner, ratio in uses.items():
+                if float(ratio) > MOST_PLAN_USE:
+                    fault(f"{owner} uses {ratio} of what was planned for it")
+            if "kv_cache" not in uses:
+                fault("no plan against use of the KV cache")
             if not pages:
                 fault("the job ended before its pages were looked at")
             return status

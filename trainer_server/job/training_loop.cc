@@ -9,6 +9,7 @@
 #include "common/base/units.h"
 #include "common/gpu/device_peak.h"
 #include "trainer_server/job/adapter_files.h"
+#include "trainer_server/batch/pass_work.h"
 #include "trainer_server/job/job_metrics.h"
 #include "trainer_server/rollout/further_turns.h"
 
@@ -27,14 +28,6 @@ constexpr int kSmallerLogitChunk = 128;           // rows, where the trainer cho
 double SecondsSince(absl::Time begin) { return absl::ToDoubleSeconds(absl::Now() - begin); }
 
 double NowSeconds() { return absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()); }
-
-// FLOP of an update's forward and backward passes over a frozen base, without recomputation, as tandem_trainer_bench counts them.
-double UsefulFlops(const ModelConfig& config, const StepReport& report) {
-  const double d = config.hidden_size, f = config.intermediate_size, q = config.q_size(), kv = config.kv_size();
-  const double linear = config.num_layers * (d * (q + 2 * kv) + q * d + 3 * d * f), head = d * config.vocab_size;
-  return 4 * linear * report.num_tokens + 4 * head * report.num_scored_tokens +
-         3.5 * 2 * report.sum_squared_lengths * q * config.num_layers;
-}
 
 }  // namespace
 
@@ -395,6 +388,7 @@ absl::Status TrainingLoop::RunStep() {
                      .values = StepValues(plan_, state_, prompts_->num_rows(), drawn, functions, report),
                      .times = {}};
   const double step_seconds = SecondsSince(begin);
+  if (report.peak_bytes > 0) has_evaluated_in_phase_ = false;
   recent_step_seconds_.push_back(step_seconds);
   if (recent_step_seconds_.size() > kRecentSteps) recent_step_seconds_.erase(recent_step_seconds_.begin());
   const double pass_seconds = std::max(absl::ToDoubleSeconds(report.forward_time + report.backward_time), 1e-9);
@@ -411,7 +405,7 @@ absl::Status TrainingLoop::RunStep() {
       {"optimizer_seconds", absl::ToDoubleSeconds(report.optimizer_time)},
       {"rollout_tokens_per_second", static_cast<double>(drawn.completion_tokens) / std::max(drawn.rollout_seconds, 1e-9)},
       {"train_tokens_per_second", report.num_tokens / pass_seconds},
-      {"train_flops_per_second", UsefulFlops(environment_.model, report) / pass_seconds},
+      {"train_flops_per_second", UsefulFlops(environment_.model, report.work) / pass_seconds},
       {"seconds_left", Mean(recent_step_seconds_) * static_cast<double>(num_steps() - step)}};
   TANDEM_RETURN_IF_ERROR(
       history_->WriteCompletions(step, CompletionRecords(step, *plan_.rewards, *environment_.tokenizer, groups, report)));
@@ -440,7 +434,8 @@ bool TrainingLoop::is_finished() const {
 }
 
 absl::Status TrainingLoop::Evaluate() {
-  const absl::Time begin = absl::Now();
+  const MonotonicTime begin = MonotonicTime::Now();
+  has_evaluated_in_phase_ = true;
   environment_.on_phase("rollout");
   TANDEM_RETURN_IF_ERROR(EnsurePublished());
   const v1::EvaluationConfig& config = plan_.spec.evaluation();
@@ -540,7 +535,7 @@ void TrainingLoop::ExportStep(const StepReport& report) {
   metrics->AddCounter(kGroupsDroppedTotal, {job_}, report.advantages.groups_dropped);
   const double pass_seconds = absl::ToDoubleSeconds(report.forward_time + report.backward_time);
   if (const auto peak = PeakFlopsPerSecond(environment_.device.device); peak.ok() && pass_seconds > 0)
-    metrics->SetGauge(kFlopsUtilizationRatio, {job_}, UsefulFlops(environment_.model, report) / pass_seconds / *peak);
+    metrics->SetGauge(kFlopsUtilizationRatio, {job_}, UsefulFlops(environment_.model, report.work) / pass_seconds / *peak);
   const std::vector<double>& histogram = report.metrics.rollout_ratio_histogram;
   for (std::size_t i = 0; i < histogram.size(); ++i) {
     const std::string bound = i < std::size(kRolloutRatioBuckets) ? absl::StrCat(kRolloutRatioBuckets[i]) : "+Inf";
@@ -556,7 +551,7 @@ void TrainingLoop::Use(const std::string& owner, std::uint64_t bytes) {
 void TrainingLoop::ObserveGeneration() {
   const auto status = environment_.peer->GetStatus();
   if (!status.ok()) return;
-  Use("kv_cache", status->kv_blocks_peak() * status->memory().kv_block_bytes());
+  if (!has_evaluated_in_phase_) Use("kv_cache", status->kv_blocks_peak() * status->memory().kv_block_bytes());
   for (const v1::OwnedBytes& owned : status->memory().standing()) Use(owned.owner(), owned.bytes());
 }
 

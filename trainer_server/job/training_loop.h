@@ -162,4 +162,6 @@ class TrainingLoop {
   std::map<std::string, std::uint64_t> peak_bytes_;  // by owner, since the job began here
 };
 
+  // The KV cache's peak since training last held the elastic region is not of one step's rollouts alone, as the plan is.
+  bool has_evaluated_in_phase_ = false;
 }  // namespace tandem

@@ -2,10 +2,8 @@
 // server and RPC. Prints tokens a second and FLOP rates, time by stage, peak memory by owner, and what of the layer inputs went
 // to the host. Weights are random unless a model is named; speed does not depend on their values.
 //
-// FLOP of a step, of sequences of T tokens of which C are scored, N parameters in linear layers, H those of the head, W = heads x
-// head size, L layers. Useful (frozen base): sum of 4 N T + 4 H C + 3.5 x 2 T^2 W L; executed: 6 N T + 4 H C + 4.5 x 2 T^2 W L,
-// which counts one whole recomputation of every layer. A shared prompt counts for each of its completions, though it is computed
-// once. Rates are shares of a bf16 product of 8192^3 in the same run.
+// FLOP, useful and executed, are those of trainer_server/batch/pass_work.h: a shared prompt counts once, in tokens a second for
+// each of its completions. Rates are shares of a bf16 product of 8192^3 in the same run.
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
@@ -36,6 +34,7 @@
 #include "kernels/adamw/adamw.h"
 #include "kernels/gemm/gemm.h"
 #include "trainer_server/batch/pack_micro_batches.h"
+#include "trainer_server/batch/pass_work.h"
 #include "trainer_server/optim/adamw.h"
 #include "trainer_server/policy/bench_pool.h"
 #include "trainer_server/policy/policy_model.h"
@@ -171,33 +170,12 @@ absl::StatusOr<double> ReferenceRate(Device device, Gemm* gemm, Stream* stream) 
   return best;
 }
 
-struct Flops {
-  double useful = 0;
-  double executed = 0;
-};
-
-Flops FlopsOf(const ModelConfig& config, const std::vector<MicroBatch>& batches) {
-  const double d = config.hidden_size, f = config.intermediate_size, q = config.q_size(), kv = config.kv_size();
-  const double linear = config.num_layers * (d * (q + 2 * kv) + q * d + 3 * d * f), head = d * config.vocab_size;
-  Flops flops;
-  for (const MicroBatch& batch : batches) {
-    for (const PackedCompletion& completion : batch.completions) {
-      const double scored = completion.end - completion.begin;
-      const double tokens = completion.prompt_end - completion.prompt_begin + scored;
-      const double attention = 2 * tokens * tokens * q * config.num_layers;
-      flops.useful += 4 * linear * tokens + 4 * head * scored + 3.5 * attention;
-      flops.executed += 6 * linear * tokens + 4 * head * scored + 4.5 * attention;
-    }
-  }
-  return flops;
-}
-
 struct Figures {
   double seconds = 0;                    // of a step, the median
   std::map<std::string, double> stages;  // seconds of a step, by stage, mean over the timed steps
   double overlapped_copies = 0;          // share of the copies' time in which the pass computed, in the last step
-  double rows = 0, tokens = 0, scored = 0;
-  Flops flops;
+  double tokens = 0;                     // a shared prompt's for each of its completions
+  PassWork work;
   double reference_rate = 0;
   std::map<std::string, double> gib;  // by owner
   PassMemory pass;
@@ -213,7 +191,9 @@ std::string Json(const std::map<std::string, double>& values) {
 }
 
 void Print(const BenchedModel& bench, Device device, const Figures& figures) {
-  const double tokens_rate = figures.tokens / figures.seconds, scored_rate = figures.scored / figures.seconds;
+  const double tokens_rate = figures.tokens / figures.seconds, scored_rate = figures.work.head_rows / figures.seconds;
+  const double useful_rate = UsefulFlops(bench.config, figures.work) / figures.seconds,
+               executed_rate = ExecutedFlops(bench.config, figures.work) / figures.seconds;
   if (absl::GetFlag(FLAGS_json)) {
     std::printf(
         "{\"bench\":\"trainer\",\"model\":\"%s\",\"weights\":\"%s\",\"device\":\"%s\",\"rank\":%d,\"rows\":%.0f,\"tokens\":%.0f,"
@@ -222,23 +202,22 @@ void Print(const BenchedModel& bench, Device device, const Figures& figures) {
         "\"layers_on_device\":%lld,\"keeps_attention\":%s,\"offloaded_bytes\":%llu,\"overlapped_copies\":%.4f,\"gib\":%s,\"stage_"
         "seconds\":%s}\n",
         bench.config.name.c_str(), StorageFormatName(bench.layout.format), DeviceName(device).c_str(), absl::GetFlag(FLAGS_rank),
-        figures.rows, figures.tokens, figures.scored, figures.micro_batches, figures.seconds, tokens_rate, scored_rate,
-        figures.flops.useful / figures.seconds * 1e-12, figures.flops.executed / figures.seconds * 1e-12,
-        figures.reference_rate * 1e-12, static_cast<long long>(figures.pass.layers_on_device),
-        figures.pass.keeps_attention ? "true" : "false", static_cast<unsigned long long>(figures.pass.offloaded_bytes),
-        figures.overlapped_copies, Json(figures.gib).c_str(), Json(figures.stages).c_str());
+        figures.work.rows, figures.tokens, figures.work.head_rows, figures.micro_batches, figures.seconds, tokens_rate,
+        scored_rate, useful_rate * 1e-12, executed_rate * 1e-12, figures.reference_rate * 1e-12,
+        static_cast<long long>(figures.pass.layers_on_device), figures.pass.keeps_attention ? "true" : "false",
+        static_cast<unsigned long long>(figures.pass.offloaded_bytes), figures.overlapped_copies, Json(figures.gib).c_str(),
+        Json(figures.stages).c_str());
     return;
   }
   std::printf("%s, weights %s, adapter rank %d, %s, %d threads\n", bench.config.name.c_str(),
               StorageFormatName(bench.layout.format), absl::GetFlag(FLAGS_rank), DeviceName(device).c_str(), NumTorchThreads());
   std::printf("step of %.0f tokens (%.0f scored) in %zu micro-batches of %.0f rows in all: median %.3f s\n", figures.tokens,
-              figures.scored, figures.micro_batches, figures.rows, figures.seconds);
+              figures.work.head_rows, figures.micro_batches, figures.work.rows, figures.seconds);
   std::printf("  %.0f tokens/s, %.0f scored tokens/s; useful %.0f TFLOP/s, executed %.0f", tokens_rate, scored_rate,
-              figures.flops.useful / figures.seconds * 1e-12, figures.flops.executed / figures.seconds * 1e-12);
+              useful_rate * 1e-12, executed_rate * 1e-12);
   if (figures.reference_rate > 0) {
     std::printf("; of a product's %.0f: %.0f %%, %.0f %%", figures.reference_rate * 1e-12,
-                100 * figures.flops.useful / figures.seconds / figures.reference_rate,
-                100 * figures.flops.executed / figures.seconds / figures.reference_rate);
+                100 * useful_rate / figures.reference_rate, 100 * executed_rate / figures.reference_rate);
   }
   std::printf("\n");
   for (const auto& [stage, seconds] : figures.stages) std::printf("  %-20s %8.1f ms\n", stage.c_str(), 1000 * seconds);
@@ -307,10 +286,8 @@ absl::Status RunBench() {
   const std::vector<Group> groups = RandomGroups(bench.config.vocab_size);
   TANDEM_ASSIGN_OR_RETURN(const std::vector<MicroBatch> batches, Pack(groups));
   figures.micro_batches = batches.size();
-  figures.flops = FlopsOf(bench.config, batches);
   for (const MicroBatch& batch : batches) {
-    figures.rows += static_cast<double>(batch.token_ids.size());
-    figures.scored += static_cast<double>(batch.head_rows.size());
+    figures.work.Add(batch);
     for (const PackedCompletion& completion : batch.completions) {
       figures.tokens += completion.prompt_end - completion.prompt_begin + completion.end - completion.begin;
     }

@@ -263,12 +263,10 @@ absl::Status StepDriver::Update(std::uint64_t step, std::uint32_t update, const 
     const std::uint64_t dropout_stream = DeriveSeed(DeriveSeed(step, update), b);
     TANDEM_ASSIGN_OR_RETURN(const HeadScores scores, policy_->Forward(batch, has_entropy_bonus, dropout_stream));
     add_to(&report->forward_time);
+    report->work.Add(batch);
     for (const PackedCompletion& completion : batch.completions) {
       Sequence& sequence = (*sequences)[static_cast<std::size_t>(completion.sequence_index)];
-      const double scored = completion.end - completion.begin, length = completion.prompt_end - completion.prompt_begin + scored;
-      report->num_tokens += length;
-      report->num_scored_tokens += scored;
-      report->sum_squared_lengths += length * length;
+      report->num_tokens += completion.prompt_end - completion.prompt_begin + completion.end - completion.begin;
       sequence.policy_logprobs.assign(sequence.loss_mask.size(), 0);
       sequence.entropies.assign(sequence.loss_mask.size(), 0);
     }

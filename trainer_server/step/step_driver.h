@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "trainer_server/advantage/advantage.h"
+#include "trainer_server/batch/pass_work.h"
 #include "trainer_server/loss/loss.h"
 #include "trainer_server/optim/adamw.h"
 #include "trainer_server/optim/learning_rate.h"
@@ -40,9 +41,8 @@ struct StepReport {
   LossMetrics metrics;         // summed over the updates
   std::size_t num_micro_batches = 0;
   std::uint32_t num_updates = 0;
-  // Of what forward and backward passes were made of, summed over the updates; a shared prompt counts for each of its
-  // completions.
-  double num_tokens = 0, num_scored_tokens = 0, sum_squared_lengths = 0;
+  double num_tokens = 0;               // trained on, summed over the updates; a shared prompt counts for each of its completions
+  PassWork work;                       // of the updates' passes
   std::size_t num_groups_skipped = 0;  // no variance: nothing to learn from
   absl::Duration phase_wait;           // for the elastic region
   // What of the phase went where, the device's work included; summed over the updates.

@@ -7,6 +7,7 @@
 #include "common/base/random.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "trainer_server/batch/pass_work.h"
 
 namespace tandem {
 namespace {
@@ -51,6 +52,33 @@ TEST(PackMicroBatches, PacksThePromptOnceAndPointsHeadRowsAtThePredictingRow) {
   EXPECT_EQ(batch.completions[1].prompt_end, 3);
   EXPECT_EQ(batch.completions[1].begin, 5);
   EXPECT_EQ(batch.completions[1].end, 6);
+}
+
+TEST(PassWork, CountsASharedPromptOnceAndALoneSequenceAsItsLengthSquared) {
+  // Rows 3 + 2 + 1 over heads of width 8 in 2 layers; elements of a layer's products: q, k, v 4 x (8 + 2 x 4), o 8 x 4, MLP 3 x 4
+  // x 16.
+  ModelConfig config;
+  config.hidden_size = 4;
+  config.intermediate_size = 16;
+  config.num_layers = 2;
+  config.num_heads = 2;
+  config.num_kv_heads = 1;
+  config.head_dim = 4;
+  config.vocab_size = 10;
+  const double linear = 2 * (4 * 16 + 8 * 4 + 3 * 4 * 16), head = 4 * 10, attention_of_a_key = 2 * 8 * 2;
+  const auto work_of = [](const std::vector<Source>& sources) {
+    PassWork work;
+    for (const MicroBatch& batch : *PackMicroBatches(View(sources), 64)) work.Add(batch);
+    return work;
+  };
+  const PassWork alone = work_of({{{7, 8, 9}, {{1, 2}}, {{1, 1}}}});
+  EXPECT_DOUBLE_EQ(UsefulFlops(config, alone), 4 * linear * 5 + 4 * head * 2 + 3.5 * attention_of_a_key * 25);
+  EXPECT_DOUBLE_EQ(ExecutedFlops(config, alone), 6 * linear * 5 + 4 * head * 2 + 4.5 * attention_of_a_key * 25);
+  // One token is not scored; the second group's prompt is its own.
+  const PassWork shared = work_of({{{7, 8, 9}, {{1, 2}, {3}}, {{1, 0}, {1}}}, {{7, 8, 9}, {{4}}, {{1}}}});
+  EXPECT_DOUBLE_EQ(shared.rows, 6 + 4);
+  EXPECT_DOUBLE_EQ(shared.head_rows, 3);
+  EXPECT_DOUBLE_EQ(shared.attended_keys, (9 + (25 - 9) + (16 - 9)) + 16);
 }
 
 // CASES C29: the mask comes from the caller's lengths; a token that equals the pad or end token is trained like any other.
