@@ -2,6 +2,7 @@
 // status whose message a person can act on.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -24,12 +25,20 @@ absl::Status Submit(const Connection& connection, const Words& words, const Subm
 // `live_sequences`: of full length at a time, in generation; 0: as many as the rollout server runs. Errors, after the plan was
 // printed: RESOURCE_EXHAUSTED (the node does not hold the job).
 absl::Status Plan(const Connection& connection, const Words& words, const SubmitOptions& options, int live_sequences);
-absl::Status ListJobs(const Connection& connection, const Words& words);
+struct ListOptions {
+  std::vector<std::string> states;  // "queued"; empty: any
+  std::uint32_t limit = 0;          // the newest; 0: all
+};
+absl::Status ListJobs(const Connection& connection, const Words& words, const ListOptions& options);
+// The job's status, who submitted it, what it waits for, and its file as it was stored.
+absl::Status Show(const Connection& connection, const Words& words);
 // `tensorboard`: a directory whose event file follows the job; empty: none.
 absl::Status Watch(const Connection& connection, const Words& words, const std::string& tensorboard);
 absl::Status Cancel(const Connection& connection, const Words& words);
 absl::Status Pause(const Connection& connection, const Words& words);
 absl::Status Resume(const Connection& connection, const Words& words);
+// A job and a number.
+absl::Status SetPriority(const Connection& connection, const Words& words);
 // `filters`: all but the job.
 absl::Status Completions(const Connection& connection, const Words& words, v1::CompletionsRequest filters);
 // Both jobs' settings where they differ, and what came of them.

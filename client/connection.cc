@@ -1,6 +1,8 @@
 #include "client/connection.h"
 
+#include <pwd.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -14,13 +16,16 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
+#include "common/model/bounded_json.h"
+#include "common/rpc/channel.h"
 #include "nlohmann/json.hpp"
 
 namespace tandem {
 namespace {
 
 constexpr std::uintmax_t kMaxFileBytes = 1 << 20;
+constexpr std::size_t kUserEntryBytes = 16 << 10;
 
 enum class Secrecy { kPublic, kPrivate };
 
@@ -39,6 +44,14 @@ absl::StatusOr<std::string> ReadSmallFile(const std::string& path, const std::st
   std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   if (!file) return absl::PermissionDeniedError(absl::StrCat(what, ": cannot read ", path));
   return text;
+}
+
+// Empty: the system has no name for the user.
+std::string UserName() {
+  passwd found{};
+  passwd* entry = nullptr;
+  std::string buffer(kUserEntryBytes, '\0');
+  return ::getpwuid_r(::geteuid(), &found, buffer.data(), buffer.size(), &entry) == 0 && entry != nullptr ? entry->pw_name : "";
 }
 
 // The settings by the names that file, flags and environment share.
@@ -61,7 +74,7 @@ constexpr std::array<SettingField, 6> kFields = {{{"trainer", &Settings::trainer
 absl::StatusOr<Settings> ReadContext(const std::string& path, std::string name) {
   TANDEM_ASSIGN_OR_RETURN(const std::string text, ReadSmallFile(path, "configuration file", Secrecy::kPublic));
   const auto fault = [&](const auto&... parts) { return absl::InvalidArgumentError(absl::StrCat(path, ": ", parts...)); };
-  const nlohmann::json file = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  TANDEM_ASSIGN_OR_RETURN(const nlohmann::json file, ParseBoundedJson(text, path, "the file"));
   if (!file.is_object()) return fault("not a JSON object");
   for (const auto& [key, value] : file.items()) {
     if (key == "context" ? !value.is_string() : key != "contexts" || !value.is_object())
@@ -121,9 +134,12 @@ std::unique_ptr<v1::RolloutService::Stub> Connection::Rollout() const {
   return v1::RolloutService::NewStub(MakeChannel(rollout_address, security));
 }
 
-std::unique_ptr<grpc::ClientContext> Connection::Context() const {
+std::unique_ptr<grpc::ClientContext> Connection::Context(absl::Duration least) const {
   auto context = std::make_unique<grpc::ClientContext>();
-  context->set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+  context->set_deadline(GrpcDeadline(MonotonicTime::Now() + std::max(timeout, least)));
+  // Over TLS the server knows who calls.
+  const bool is_over_tls = !security.ca.empty() && !absl::StartsWith(trainer_address, "unix:");
+  if (const std::string user = UserName(); !is_over_tls && !user.empty()) context->AddMetadata(kUserHeader, user);
   return context;
 }
 

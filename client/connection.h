@@ -23,8 +23,8 @@ struct Connection {
 
   std::unique_ptr<v1::JobService::Stub> Trainer() const;
   std::unique_ptr<v1::RolloutService::Stub> Rollout() const;
-  // A context whose deadline is `timeout` from now.
-  std::unique_ptr<grpc::ClientContext> Context() const;
+  // A context whose deadline is `timeout` from now, or later where `least` is longer. Within the node it names the user.
+  std::unique_ptr<grpc::ClientContext> Context(absl::Duration least = absl::ZeroDuration()) const;
 };
 
 // Of a command line; empty: not given.

@@ -1,21 +1,30 @@
 #include <algorithm>
+#include <cmath>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <optional>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_join.h"
 #include "client/commands.h"
 #include "client/job_file.h"
 #include "client/job_history.h"
 #include "client/printing.h"
 #include "client/progress.h"
+#include "common/base/clock.h"
+#include "common/rpc/channel.h"
 #include "google/protobuf/text_format.h"
 
 namespace tandem {
 namespace {
 
 constexpr int kMaxLiveSequences = 1 << 16;
+// Of submit and plan: the trainer reads the data set in the call, all of it where rows are filtered.
+constexpr absl::Duration kCheckTimeout = absl::Minutes(10);
+constexpr std::uint32_t kListedJobs = 100;  // a page
 
 std::string StateWord(v1::JobState state) { return EnumWord(v1::JobState_Name(state), "JOB_STATE_"); }
 
@@ -25,21 +34,20 @@ absl::StatusOr<std::string> ToText(const v1::JobSpec& spec) {
   return text;
 }
 
+// What the job waits for, or why it ended.
+std::string NoteOf(const v1::JobStatus& status) {
+  if (!status.error().empty()) return status.error();
+  return status.waiting_for().empty() ? "" : "waits for " + status.waiting_for();
+}
+
 void PrintStatus(const Connection& connection, const v1::JobStatus& status) {
   if (connection.json) return Print(ToJson(status));
   std::string line =
       absl::StrCat(status.job(), "  ", StateWord(status.state()), "  step ", status.step(), "/", status.num_steps());
+  if (status.priority() != 0) absl::StrAppend(&line, "  priority ", status.priority());
   if (!status.waiting_for().empty()) absl::StrAppend(&line, "  waiting for ", status.waiting_for());
   if (!status.error().empty()) absl::StrAppend(&line, "  ", status.error());
   Print(line);
-}
-
-// The trainer reads the data set in the call, all of it where rows are filtered.
-std::unique_ptr<grpc::ClientContext> ContextOfCheck(const Connection& connection) {
-  constexpr absl::Duration kCheckTimeout = absl::Minutes(10);
-  auto context = std::make_unique<grpc::ClientContext>();
-  context->set_deadline(absl::ToChronoTime(absl::Now() + std::max(connection.timeout, kCheckTimeout)));
-  return context;
 }
 
 void PrintWarnings(const google::protobuf::RepeatedPtrField<std::string>& warnings) {
@@ -53,7 +61,7 @@ bool HasEnded(v1::JobState state) {
 // Follows a job until it ends, and writes TensorBoard's events under `tensorboard` where that is not empty; a daemon that
 // restarts is waited for and the stream taken up where it broke.
 absl::Status Follow(const Connection& connection, const std::string& job, const std::string& tensorboard) {
-  constexpr absl::Duration kPatience = absl::Minutes(10);  // without a single event
+  constexpr absl::Duration kPatience = absl::Minutes(10);  // since the connection broke
   ProgressPrinter printer;
   std::optional<EventFileWriter> events;
   if (!tensorboard.empty()) {
@@ -67,19 +75,20 @@ absl::Status Follow(const Connection& connection, const std::string& job, const 
     events.emplace(std::move(writer));
   }
   std::uint32_t next_step = 0, num_steps = 0;
-  absl::Time last_event = absl::Now();
+  MonotonicTime broken = MonotonicTime::Now();
   while (true) {
     auto trainer = connection.Trainer();
     grpc::ClientContext context;
-    context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Hours(24 * 365)));
+    context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Hours(24 * 365)));
     v1::WatchRequest request;
     request.set_job(job);
     request.set_from_step(next_step);
     auto reader = trainer->Watch(&context, request);
     v1::WatchResponse response;
     v1::JobStatus last;
+    bool is_answered = false;
     while (reader->Read(&response)) {
-      last_event = absl::Now();
+      is_answered = true;
       if (events.has_value()) TANDEM_RETURN_IF_ERROR(events->Append(response));
       if (connection.json) Print(ToJson(response));
       if (response.has_status()) {
@@ -97,13 +106,15 @@ absl::Status Follow(const Connection& connection, const std::string& job, const 
       }
     }
     const absl::Status status = CallStatus(reader->Finish(), "trainer_server", connection.trainer_address);
+    if (is_answered) broken = MonotonicTime::Now();
     if (HasEnded(last.state())) {
       if (last.state() == v1::JOB_STATE_SUCCEEDED) return absl::OkStatus();
       return absl::AbortedError(
           absl::StrCat("job ", job, " ", StateWord(last.state()), last.error().empty() ? "" : ": ", last.error()));
     }
     if (!status.ok() && !absl::IsUnavailable(status)) return status;
-    if (absl::Now() - last_event > kPatience) return Annotate(status, absl::StrCat("no word of job ", job, " for 10 minutes"));
+    if (MonotonicTime::Now() - broken > kPatience)
+      return Annotate(status, absl::StrCat("no word of job ", job, " for 10 minutes"));
     absl::SleepFor(absl::Milliseconds(500));
   }
 }
@@ -136,7 +147,7 @@ absl::Status Submit(const Connection& connection, const Words& words, const Subm
   v1::SubmitRequest request;
   TANDEM_ASSIGN_OR_RETURN(*request.mutable_job_text(), ToText(spec));
   auto trainer = connection.Trainer();
-  auto context = ContextOfCheck(connection);
+  auto context = connection.Context(kCheckTimeout);
   v1::SubmitResponse response;
   TANDEM_RETURN_IF_ERROR(
       CallStatus(trainer->Submit(context.get(), request, &response), "trainer_server", connection.trainer_address));
@@ -163,7 +174,7 @@ absl::Status Plan(const Connection& connection, const Words& words, const Submit
   TANDEM_ASSIGN_OR_RETURN(*request.mutable_job_text(), ToText(spec));
   request.set_live_sequences(static_cast<std::uint32_t>(live_sequences));
   auto trainer = connection.Trainer();
-  auto context = ContextOfCheck(connection);
+  auto context = connection.Context(kCheckTimeout);
   v1::PlanResponse response;
   TANDEM_RETURN_IF_ERROR(
       CallStatus(trainer->Plan(context.get(), request, &response), "trainer_server", connection.trainer_address));
@@ -181,23 +192,36 @@ absl::Status Plan(const Connection& connection, const Words& words, const Submit
   return absl::ResourceExhaustedError(absl::StrJoin(response.faults(), "\n"));
 }
 
-absl::Status ListJobs(const Connection& connection, const Words&) {
+absl::Status ListJobs(const Connection& connection, const Words&, const ListOptions& options) {
   auto trainer = connection.Trainer();
-  std::vector<std::vector<std::string>> rows = {{"job", "state", "step", "submitted", "note"}};
+  std::vector<std::vector<std::string>> rows = {
+      {"job", "state", "place", "priority", "step", "submitter", "submitted", "after", "note"}};
   v1::ListJobsRequest request;
-  request.set_page_size(100);
+  for (const std::string& word : options.states) {
+    v1::JobState state = v1::JOB_STATE_UNSPECIFIED;
+    if (!v1::JobState_Parse("JOB_STATE_" + absl::AsciiStrToUpper(word), &state) || state == v1::JOB_STATE_UNSPECIFIED) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--state: '", word, "'; must be queued, running, paused, succeeded, failed or cancelled"));
+    }
+    request.add_states(state);
+  }
+  std::uint32_t num_left = options.limit == 0 ? std::numeric_limits<std::uint32_t>::max() : options.limit;
   do {
+    request.set_page_size(std::min(num_left, kListedJobs));
     auto context = connection.Context();
     v1::ListJobsResponse response;
     TANDEM_RETURN_IF_ERROR(
         CallStatus(trainer->ListJobs(context.get(), request, &response), "trainer_server", connection.trainer_address));
     for (const v1::JobStatus& job : response.jobs()) {
       if (connection.json) Print(ToJson(job));
-      rows.push_back({job.job(), StateWord(job.state()), absl::StrCat(job.step(), "/", job.num_steps()), job.submitted_at(),
-                      job.error().empty() ? job.waiting_for() : job.error()});
+      rows.push_back({job.job(), StateWord(job.state()), job.queue_position() == 0 ? "-" : absl::StrCat(job.queue_position()),
+                      absl::StrCat(job.priority()), absl::StrCat(job.step(), "/", job.num_steps()),
+                      job.submitter().empty() ? "-" : job.submitter(), job.submitted_at(),
+                      job.after().empty() ? "-" : absl::StrJoin(job.after(), ","), NoteOf(job)});
     }
+    num_left -= std::min(num_left, static_cast<std::uint32_t>(response.jobs_size()));
     request.set_page_token(response.next_page_token());
-  } while (!request.page_token().empty());
+  } while (!request.page_token().empty() && num_left > 0);
   if (!connection.json) Print(FormatTable(rows));
   return absl::OkStatus();
 }
@@ -223,6 +247,47 @@ absl::Status Resume(const Connection& connection, const Words& words) {
       [](auto* stub, auto* context, const auto& request, auto* status) { return stub->Resume(context, request, status); });
 }
 
+absl::Status SetPriority(const Connection& connection, const Words& words) {
+  std::int32_t priority = 0;
+  if (words.size() != 2 || !absl::SimpleAtoi(words[1], &priority))
+    return absl::InvalidArgumentError("usage: tandem priority JOB NUMBER, from -100 to 100; the highest goes first");
+  return ChangeState<v1::SetPriorityRequest>(connection, {words[0]}, "priority",
+                                             [priority](auto* stub, auto* context, auto& request, auto* status) {
+                                               request.set_priority(priority);
+                                               return stub->SetPriority(context, request, status);
+                                             });
+}
+
+absl::Status Show(const Connection& connection, const Words& words) {
+  v1::GetJobRequest request;
+  TANDEM_ASSIGN_OR_RETURN(*request.mutable_job(), OneWord(words, "show", "JOB"));
+  auto trainer = connection.Trainer();
+  auto context = connection.Context();
+  v1::JobDescription description;
+  TANDEM_RETURN_IF_ERROR(
+      CallStatus(trainer->Describe(context.get(), request, &description), "trainer_server", connection.trainer_address));
+  if (connection.json) {
+    Print(ToJson(description));
+    return absl::OkStatus();
+  }
+  const v1::JobStatus& job = description.status();
+  std::vector<std::vector<std::string>> rows = {
+      {"job", job.job()},
+      {"state", StateWord(job.state())},
+      {"step", absl::StrCat(job.step(), "/", job.num_steps())},
+      {"submitter", job.submitter().empty() ? "-" : job.submitter()},
+      {"submitted", job.submitted_at()},
+      {"priority", absl::StrCat(job.priority())},
+      {"device time", absl::FormatDuration(absl::Seconds(std::round(job.device_seconds())))}};
+  if (job.queue_position() > 0) rows.push_back({"place", absl::StrCat(job.queue_position())});
+  if (!job.after().empty()) rows.push_back({"after", absl::StrJoin(job.after(), ", ")});
+  if (!job.waiting_for().empty()) rows.push_back({"waits for", job.waiting_for()});
+  if (!job.error().empty()) rows.push_back({"error", job.error()});
+  Print(FormatTable(rows));
+  Print("\n" + description.job_text());
+  return absl::OkStatus();
+}
+
 absl::Status Export(const Connection& connection, const Words& words, const ExportOptions& options) {
   if (words.size() != 2) return absl::InvalidArgumentError("usage: tandem export JOB DIRECTORY [--merged] [--best]");
   const std::filesystem::path directory(words[1]);
@@ -238,7 +303,7 @@ absl::Status Export(const Connection& connection, const Words& words, const Expo
   request.set_best(options.best);
   auto trainer = connection.Trainer();
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Hours(4)));
+  context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Hours(4)));
   auto reader = trainer->Export(&context, request);
   v1::ExportResponse response;
   std::ofstream file;
@@ -273,7 +338,7 @@ absl::Status Export(const Connection& connection, const Words& words, const Expo
 }
 
 absl::Status ShowStatus(const Connection& connection, const Words&, absl::Duration wait) {
-  const absl::Time deadline = absl::Now() + wait;
+  const MonotonicTime deadline = MonotonicTime::Now() + wait;
   v1::RolloutStatus rollout_status;
   v1::TrainerStatus trainer_status;
   absl::Status rollout_reached, trainer_reached;
@@ -286,7 +351,7 @@ absl::Status ShowStatus(const Connection& connection, const Words&, absl::Durati
         CallStatus(connection.Trainer()->GetStatus(trainer_context.get(), v1::TrainerStatusRequest(), &trainer_status),
                    "trainer_server", connection.trainer_address);
     const bool is_away = absl::IsUnavailable(rollout_reached) || absl::IsUnavailable(trainer_reached);
-    if (!is_away || absl::Now() >= deadline) break;
+    if (!is_away || MonotonicTime::Now() >= deadline) break;
     absl::SleepFor(absl::Milliseconds(200));
   }
   if (connection.json) {

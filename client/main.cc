@@ -1,13 +1,17 @@
 // tandem: submits jobs, follows them, and asks the model. See `tandem --help`.
+#include <algorithm>
+#include <cctype>
 #include <cstdlib>
 #include <iostream>
 #include <map>
+#include <string_view>
 #include <utility>
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
 #include "client/commands.h"
+#include "common/base/printable.h"
 
 ABSL_FLAG(std::string, context, "", "of the configuration file; 'none': without it. Default TANDEM_CONTEXT, else the file's own");
 ABSL_FLAG(std::string, trainer, "", "address of trainer_server; default TANDEM_TRAINER, else the context's, else 127.0.0.1:7070");
@@ -34,7 +38,8 @@ ABSL_FLAG(
 ABSL_FLAG(int32_t, live_sequences, 0, "plan: sequences generated at a time; 0: as many as rollout_server runs");
 ABSL_FLAG(uint32_t, step, 0, "completions: of which step; 0 for the newest");
 ABSL_FLAG(uint32_t, last_step, 0, "completions: of all steps from --step to this one");
-ABSL_FLAG(uint32_t, limit, 0, "completions: how many at most; 0 for all");
+ABSL_FLAG(uint32_t, limit, 0, "completions, jobs: how many at most; 0 for all");
+ABSL_FLAG(std::vector<std::string>, state, {}, "jobs: those that are queued, running, paused, succeeded, failed or cancelled");
 ABSL_FLAG(absl::optional<double>, min_reward, absl::nullopt, "completions: with at least this reward");
 ABSL_FLAG(absl::optional<double>, max_reward, absl::nullopt, "completions: with at most this reward");
 ABSL_FLAG(std::string, function, "", "completions: the reward whose value --min_reward and --max_reward bound; empty: the sum");
@@ -66,9 +71,11 @@ constexpr char kUsage[] = R"(trains language models with GRPO, from any machine.
   tandem submit JOB_FILE [--watch] [--set=...]   check, upload the data, queue
                 [--rewards=FILE:FUNCTION,..]     with your own reward functions in Python
   tandem plan JOB_FILE                           the job as it would run: its memory by owner, with warnings
-  tandem jobs                                    all jobs, newest first
+  tandem jobs [--state=queued,running]           all jobs, newest first: place in the queue, submitter, what they wait for
+  tandem show JOB                                one job and its file
   tandem watch JOB                               live progress
   tandem pause | resume | cancel JOB
+  tandem priority JOB NUMBER                     of a queued job, -100 to 100: the highest goes first
   tandem completions JOB [--step=N] [--group=N]  what the model wrote and what it earned; filters: see --help
   tandem plot JOB [--png=FILE]                   reward, KL, entropy, length, clip ratio, gradient norm
   tandem history JOB [--tensorboard=DIRECTORY]   what was recorded: a JSON object a line, or an event file
@@ -80,6 +87,16 @@ constexpr char kUsage[] = R"(trains language models with GRPO, from any machine.
   tandem import-trl CONFIG                       a GRPOConfig (JSON, YAML) as a job file, with what was not kept
 
 Nodes: --context, of ~/.config/tandem/config.json; or --trainer, --rollout, --ca, --cert, --key, --token_file. For scripts: --json.)";
+
+// The arguments of `tandem priority JOB -5`, whose number would be read as a flag, as `priority JOB -- -5`.
+std::vector<char*> NumbersLast(std::vector<char*> arguments) {
+  static char end_of_flags[] = "--";
+  if (std::ranges::find(arguments, std::string_view("priority")) == arguments.end()) return arguments;
+  const auto numbers = std::ranges::stable_partition(
+      arguments, [](const char* word) { return word[0] != '-' || std::isdigit(static_cast<unsigned char>(word[1])) == 0; });
+  if (!numbers.empty()) arguments.insert(numbers.begin(), end_of_flags);
+  return arguments;
+}
 
 absl::Status Completions(const tandem::Connection& connection, const tandem::Words& words) {
   tandem::v1::CompletionsRequest filters;
@@ -109,7 +126,8 @@ absl::Status Completions(const tandem::Connection& connection, const tandem::Wor
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(kUsage);
-  const std::vector<char*> positional = absl::ParseCommandLine(argc, argv);
+  std::vector<char*> arguments = NumbersLast({argv, argv + argc});
+  const std::vector<char*> positional = absl::ParseCommandLine(static_cast<int>(arguments.size()), arguments.data());
   tandem::Words words(positional.begin() + 1, positional.end());
   if (words.empty()) {
     std::cerr << "tandem " << kUsage << "\n";
@@ -142,7 +160,9 @@ int main(int argc, char** argv) {
   else if (command == "plan")
     status = tandem::Plan(connection, words, submit, absl::GetFlag(FLAGS_live_sequences));
   else if (command == "jobs")
-    status = tandem::ListJobs(connection, words);
+    status = tandem::ListJobs(connection, words, {absl::GetFlag(FLAGS_state), absl::GetFlag(FLAGS_limit)});
+  else if (command == "show")
+    status = tandem::Show(connection, words);
   else if (command == "watch")
     status = tandem::Watch(connection, words, tensorboard);
   else if (command == "cancel")
@@ -151,6 +171,8 @@ int main(int argc, char** argv) {
     status = tandem::Pause(connection, words);
   else if (command == "resume")
     status = tandem::Resume(connection, words);
+  else if (command == "priority")
+    status = tandem::SetPriority(connection, words);
   else if (command == "completions")
     status = Completions(connection, words);
   else if (command == "compare")
@@ -187,6 +209,6 @@ int main(int argc, char** argv) {
     status = absl::InvalidArgumentError(absl::StrCat("'", command, "' is not a command; see tandem --help"));
   }
   if (status.ok()) return 0;
-  std::cerr << "tandem " << command << ": " << status.message() << "\n";
+  std::cerr << "tandem " << command << ": " << tandem::Printable(std::string(status.message()), tandem::LineEnds::kKeep) << "\n";
   return 1;
 }

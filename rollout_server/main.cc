@@ -9,11 +9,12 @@
 #include <vector>
 
 #include "absl/flags/flag.h"
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
 #include "common/gpu/device_code.h"
 #include "common/model/model_source.h"
+#include "common/model/peft_adapter.h"
 #include "common/model/prompt_encoder.h"
 #include "common/rpc/daemon.h"
 #include "common/rpc/node_watch.h"
@@ -73,13 +74,24 @@ struct DeviceOptions {
   SamplerOptions sampler;
 };
 
-absl::StatusOr<DType> KvDType(Device device) {
+DType KvDType(Device device) {
   const std::string name = absl::GetFlag(FLAGS_kv_cache_dtype);
   if (name == "auto") return device == Device::kCuda ? DType::kBf16 : DType::kFp32;
   if (device == Device::kCuda && name == "bf16") return DType::kBf16;
   if (device == Device::kCuda && name == "fp8") return DType::kFp8E3m4;
-  return absl::InvalidArgumentError(
-      absl::StrCat("--kv_cache_dtype=", name, ": auto, on a GPU also bf16 and fp8; the CPU's cache is fp32"));
+  BadFlag(absl::StrCat("--kv_cache_dtype=", name, " is none of auto, on a GPU bf16 and fp8; the CPU's cache is fp32"));
+}
+
+// This daemon's own flags, before anything is started.
+void CheckFlags(Device device) {
+  IntFlag("block_tokens", absl::GetFlag(FLAGS_block_tokens), 1, 1024);
+  const int max_sequences = IntFlag("max_sequences", absl::GetFlag(FLAGS_max_sequences), 1, 8192);
+  IntFlag("max_batch_tokens", absl::GetFlag(FLAGS_max_batch_tokens), max_sequences, 1 << 20);
+  IntFlag("max_waiting_sequences", absl::GetFlag(FLAGS_max_waiting_sequences), 1, 1 << 20);
+  IntFlag("max_streams", absl::GetFlag(FLAGS_max_streams), 1, 4096);
+  IntFlag("max_adapters", absl::GetFlag(FLAGS_max_adapters), 1, 64);
+  IntFlag("max_adapter_rank", absl::GetFlag(FLAGS_max_adapter_rank), 0, kMaxAdapterRank);
+  KvDType(device);
 }
 
 absl::StatusOr<DeviceOptions> PlanDevice(const PoolMember& pool, const ModelDescription& description, int block_tokens) {
@@ -87,7 +99,7 @@ absl::StatusOr<DeviceOptions> PlanDevice(const PoolMember& pool, const ModelDesc
   DeviceOptions options;
   options.model.device = pool.device();
   options.model.weight_format = description.format;
-  TANDEM_ASSIGN_OR_RETURN(options.model.kv_dtype, KvDType(pool.device()));
+  options.model.kv_dtype = KvDType(pool.device());
   options.model.block_tokens = block_tokens;
   const std::uint64_t block_bytes = DecoderModel::BlockBytes(config, block_tokens, options.model.kv_dtype);
   options.model.num_blocks =
@@ -142,6 +154,8 @@ v1::RolloutMemory DescribeMemory(const ModelConfig& config, const DeviceOptions&
 }
 
 absl::StatusOr<int> Run(const DaemonConfig& config) {
+  CheckFlags(config.pool.device);
+  TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<Access> access, Access::Create(config.access));
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Metrics> metrics, Metrics::Create(config.metrics_address));
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMember> pool, PoolMember::Start(config.pool));
   const v1::PoolManifest manifest = pool->manifest();
@@ -151,14 +165,11 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
 
   const std::span<std::byte> elastic = pool->region(v1::REGION_KIND_ELASTIC);
   const int block_tokens = absl::GetFlag(FLAGS_block_tokens);
-  if (block_tokens < 1 || block_tokens > 1024) {
-    return absl::InvalidArgumentError(absl::StrCat("--block_tokens=", block_tokens, " is not in 1 to 1024"));
-  }
   TANDEM_ASSIGN_OR_RETURN(const DeviceOptions device_options, PlanDevice(*pool, description, block_tokens));
   const int num_blocks = device_options.model.num_blocks;
   const std::uint64_t block_bytes = DecoderModel::BlockBytes(description.config, block_tokens, device_options.model.kv_dtype);
   const WeightLayout layout = WeightLayout::Create(description.config, description.format);
-  const absl::Time begin = absl::Now();
+  const MonotonicTime begin = MonotonicTime::Now();
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<DecoderModel> model,
                           DecoderModel::Create(description.config, layout, pool->region(v1::REGION_KIND_WEIGHTS).data(), elastic,
                                                device_options.model));
@@ -166,7 +177,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   if (is_on_gpu) {
     const CapturedSteps steps = model->captured_steps();
     TANDEM_LOG(kInfo, "main", "decode steps captured graphs=", steps.count, " size=", FormatBytes(steps.size_bytes),
-               " seconds=", absl::ToDoubleSeconds(absl::Now() - begin));
+               " seconds=", absl::ToDoubleSeconds(MonotonicTime::Now() - begin));
   }
   TANDEM_LOG(kInfo, "main", "compute device=", DescribeDevice(pool->device()), " weights=", StorageFormatName(description.format),
              " products=",
@@ -227,7 +238,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
     TANDEM_LOG(kWarning, "main", "trainer lost");
     if (const absl::Status status = engine->PeerLost(); !status.ok()) TANDEM_LOG(kError, "main", status.ToString());
   };
-  events.on_yield_elastic = [&](v1::StreamMode mode, absl::Time deadline) { return engine->YieldElastic(mode, deadline); };
+  events.on_yield_elastic = [&](v1::StreamMode mode, MonotonicTime deadline) { return engine->YieldElastic(mode, deadline); };
   events.on_elastic_returned = [&] {
     if (const absl::Status status = engine->ReturnElastic(pool->lease().epoch()); !status.ok()) {
       TANDEM_LOG(kError, "main", status.ToString());
@@ -235,7 +246,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   };
   ExportMemory(*pool, v1::ROLE_ROLLOUT, StandingLedger(*pool, memory), metrics.get());
   return Daemon::Serve(
-      config, metrics.get(), pool.get(), {&service, pool->service()}, [&](int) { pool->Offer(events); },
+      config, access, metrics.get(), pool.get(), {&service, pool->service()}, [&](int) { pool->Offer(events); },
       [&] { return engine->error(); },
       [&] {
         engine->Stop();  // first: it answers a yield that the pool still waits for

@@ -22,11 +22,16 @@
 #include "common/torch/arena_allocator.h"
 #include "kernels/adamw/adamw.h"
 #include "trainer_server/checkpoint/durable_file.h"
+#include "trainer_server/http/live_page.h"
 #include "trainer_server/plan/node_memory.h"
 #include "trainer_server/policy/cuda_policy_model.h"
 #include "trainer_server/service/job_service.h"
 
 ABSL_FLAG(int, content_limit_gib, 64, "data sets and adapters kept under --data_dir, in GiB");
+ABSL_FLAG(std::string, http_address, "127.0.0.1:7072",
+          "where the live page is served, over https with --tls_cert; port 0 picks one, 'off': not served");
+ABSL_FLAG(int, max_queued_jobs, 20000, "jobs that are queued or paused; further ones are refused");
+ABSL_FLAG(int, max_queued_jobs_of_submitter, 10000, "of them, those of one submitter");
 ABSL_FLAG(int, peer_patience_minutes, 60, "how long a job waits for rollout_server before it is paused");
 ABSL_FLAG(std::string, reward_python, "/usr/bin/python3",
           "Python, 3.9 or later, of reward functions and of programs under test: an absolute path, as of a virtual environment");
@@ -75,6 +80,22 @@ int RewardWorkers() {
   return given > 0 ? given : std::max(processors / 2, 1);
 }
 
+JobStore::Limits QueueLimits() {
+  constexpr int kMost = 1000000;
+  const int of_submitter = absl::GetFlag(FLAGS_max_queued_jobs_of_submitter);
+  return {.max_queued = IntFlag("max_queued_jobs", absl::GetFlag(FLAGS_max_queued_jobs), 1, kMost),
+          .max_queued_of_submitter = IntFlag("max_queued_jobs_of_submitter", of_submitter, 1, kMost)};
+}
+
+// Of the live page; empty: not served.
+std::string HttpAddressFlag(const DaemonConfig& config) {
+  const std::string address = absl::GetFlag(FLAGS_http_address);
+  if (address == "off") return "";
+  if (const absl::Status status = LivePage::CheckAddress(address, config.access); !status.ok())
+    BadFlag(std::string(status.message()));
+  return address;
+}
+
 std::uint64_t HostLimitBytes() {
   const std::uint64_t given = BytesFlag("host_bytes", absl::GetFlag(FLAGS_host_bytes));
   return given > 0 ? given : LayerInputHostLimit();
@@ -83,7 +104,16 @@ std::uint64_t HostLimitBytes() {
 absl::StatusOr<int> Run(const DaemonConfig& config) {
   const std::uint64_t host_limit_bytes = HostLimitBytes();
   const int reward_workers = RewardWorkers();
+  const std::string http_address = HttpAddressFlag(config);
+  const JobStore::Limits queue_limits = QueueLimits();
+  TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<Access> access, Access::Create(config.access));
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Metrics> metrics, Metrics::Create(config.metrics_address));
+  LivePage page(access, Daemon::LocalAddress(config), config.pool.peer_address);
+  std::unique_ptr<HttpServer> http;
+  if (!http_address.empty()) {
+    TANDEM_ASSIGN_OR_RETURN(http, HttpServer::Start(http_address, config.access,
+                                                    [&page](const HttpRequest& request) { return page.Answer(request); }));
+  }
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<PoolMember> pool, PoolMember::Start(config.pool));
   const v1::PoolManifest manifest = pool->manifest();
 
@@ -93,7 +123,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   const WeightLayout layout = WeightLayout::Create(description.config, description.format);
 
   TANDEM_RETURN_IF_ERROR(MakeDirectories(config.data_dir + "/jobs"));
-  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<JobStore> store, JobStore::Open(config.data_dir + "/jobs.sqlite"));
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<JobStore> store, JobStore::Open(config.data_dir + "/jobs.sqlite", queue_limits));
   const auto content_limit = static_cast<std::uint64_t>(std::max(absl::GetFlag(FLAGS_content_limit_gib), 1)) * kGiB;
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<ContentStore> content,
                           ContentStore::Open(config.data_dir + "/content", content_limit));
@@ -151,7 +181,8 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
                       .model = description,
                       .model_path = config.pool.model_path,
                       .device = manifest.device_uuid(),
-                      .member = pool.get()},
+                      .member = pool.get(),
+                      .access = access},
                      store.get(), content.get(), &runner);
   for (const v1::OwnedBytes& owned : runner.Ledger()) {
     TANDEM_LOG(kInfo, "main", "ledger owner=", owned.owner(), " bytes=", owned.bytes(), " (", FormatBytes(owned.bytes()), ")");
@@ -164,8 +195,11 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   };
   events.on_peer_lost = [](v1::Role) { TANDEM_LOG(kWarning, "main", "rollout_server lost"); };
   return Daemon::Serve(
-      config, metrics.get(), pool.get(), {&service, pool->service()},
+      config, access, metrics.get(), pool.get(), {&service, pool->service()},
       [&](int) {
+        if (http != nullptr)
+          TANDEM_LOG(kInfo, "main", "live page at ", config.access.tls_cert.empty() ? "http://" : "https://",
+                     http_address.substr(0, http_address.rfind(':')), ":", http->port(), "/");
         pool->Offer(events);
         runner.Start();
       },

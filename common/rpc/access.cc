@@ -21,7 +21,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/hash.h"
 #include "common/base/log.h"
 #include "common/rpc/channel.h"
@@ -59,17 +59,21 @@ constexpr std::array kRpcAccess = {
     RpcAccess{
         .method = "/tandem.v1.JobService/Watch", .least_role = AccessRole::kView, .job_of_request = JobOf<v1::WatchRequest>},
     RpcAccess{.method = "/tandem.v1.JobService/Cancel",
-              .least_role = AccessRole::kAdminister,
+              .least_role = AccessRole::kSubmit,
               .changes_job = true,
               .job_of_request = JobOf<v1::CancelRequest>},
     RpcAccess{.method = "/tandem.v1.JobService/Pause",
-              .least_role = AccessRole::kAdminister,
+              .least_role = AccessRole::kSubmit,
               .changes_job = true,
               .job_of_request = JobOf<v1::PauseRequest>},
     RpcAccess{.method = "/tandem.v1.JobService/Resume",
-              .least_role = AccessRole::kAdminister,
+              .least_role = AccessRole::kSubmit,
               .changes_job = true,
               .job_of_request = JobOf<v1::ResumeRequest>},
+    RpcAccess{.method = "/tandem.v1.JobService/SetPriority",
+              .least_role = AccessRole::kSubmit,
+              .changes_job = true,
+              .job_of_request = JobOf<v1::SetPriorityRequest>},
     RpcAccess{.method = "/tandem.v1.JobService/Completions",
               .least_role = AccessRole::kView,
               .job_of_request = JobOf<v1::CompletionsRequest>},
@@ -171,7 +175,7 @@ class Gate : public grpc::AuthMetadataProcessor {
 class AuditLine : public grpc::experimental::Interceptor {
  public:
   AuditLine(Access* access, const RpcAccess* rpc, grpc::ServerContextBase* context)
-      : access_(access), rpc_(rpc), context_(context), begin_(absl::Now()) {}
+      : access_(access), rpc_(rpc), context_(context), begin_(MonotonicTime::Now()) {}
 
   void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
     using grpc::experimental::InterceptionHookPoints;
@@ -187,30 +191,24 @@ class AuditLine : public grpc::experimental::Interceptor {
 
  private:
   void Write(const grpc::Status& status) const {
-    std::string name = "(local)", certificate;
-    const char* role = "operator";
-    const std::shared_ptr<const grpc::AuthContext> security = context_->auth_context();
-    const bool is_over_tls = IsOverTls(security.get());
-    if (!is_over_tls && !rpc_->changes_job) return;
-    if (is_over_tls) {
-      certificate = FirstProperty(security.get(), GRPC_X509_CN_PROPERTY_NAME);
-      const auto caller = access_->Identify(ValueOf(context_->client_metadata(), "authorization"), certificate);
-      name = caller.ok() ? caller->name : kNobody;  // its token was taken out of the file meanwhile
-      role = caller.ok() ? AccessRoleName(caller->role) : "none";
-    }
+    const absl::StatusOr<Caller> caller = access_->CallerOf(*context_);
+    const bool is_local = caller.ok() && caller->is_local;
+    if (is_local && !rpc_->changes_job) return;
+    const std::string certificate = FirstProperty(context_->auth_context().get(), GRPC_X509_CN_PROPERTY_NAME);
+    const char* const role = is_local ? "operator" : caller.ok() ? AccessRoleName(caller->role) : "none";
     // Whatever --log_level is.
     WriteLog(LogLevel::kInfo, "audit",
-             absl::StrCat("name=", name, " role=", role, " certificate='", absl::CEscape(certificate),
-                          "' peer=", absl::CEscape(context_->peer()), " rpc=", RpcName(rpc_->method), " job='",
-                          absl::CEscape(job_.substr(0, 128)),
+             absl::StrCat("name=", caller.ok() ? caller->name : kNobody, " role=", role, " certificate='",
+                          absl::CEscape(certificate), "' peer=", absl::CEscape(context_->peer()), " rpc=", RpcName(rpc_->method),
+                          " job='", absl::CEscape(job_.substr(0, 128)),
                           "' result=", absl::StatusCodeToString(static_cast<absl::StatusCode>(status.error_code())),
-                          " seconds=", absl::ToDoubleSeconds(absl::Now() - begin_)));
+                          " seconds=", absl::ToDoubleSeconds(MonotonicTime::Now() - begin_)));
   }
 
   Access* const access_;
   const RpcAccess* const rpc_;
   grpc::ServerContextBase* const context_;
-  const absl::Time begin_;
+  const MonotonicTime begin_;
   std::string job_;
 };
 
@@ -307,7 +305,7 @@ absl::StatusOr<std::unique_ptr<TokensFile>> TokensFile::Open(const std::string& 
 }
 
 absl::Status TokensFile::Read() {
-  looked_ = absl::Now();
+  looked_ = MonotonicTime::Now();
   struct stat found {};
   const std::string version = ::stat(path_.c_str(), &found) != 0
                                   ? absl::StrCat("errno ", errno)
@@ -331,7 +329,7 @@ absl::Status TokensFile::Read() {
 std::optional<AccessToken> TokensFile::Find(std::string_view token) {
   const std::string hash = Sha256Hex(token);
   MutexLock lock(&mutex_);
-  if (absl::Now() - looked_ >= absl::Seconds(kReloadSeconds)) {
+  if (MonotonicTime::Now() - looked_ >= absl::Seconds(kReloadSeconds)) {
     const std::string version = version_;
     if (const absl::Status status = Read(); !status.ok())
       TANDEM_LOG(kError, "audit", "keeping the tokens as they were: ", status.ToString());
@@ -345,13 +343,13 @@ std::optional<AccessToken> TokensFile::Find(std::string_view token) {
   return found == nullptr ? std::nullopt : std::optional<AccessToken>(*found);
 }
 
-RateLimit::Answer RateLimit::Take(const std::string& name, absl::Time now) {
+RateLimit::Answer RateLimit::Take(const std::string& name, MonotonicTime now) {
   MutexLock lock(&mutex_);
   const double most = 2 * per_second_;
   const bool has_room = buckets_.size() < kMaxNames || buckets_.contains(name);
   const auto [found, is_new] = buckets_.try_emplace(has_room ? name : "", Bucket{.tokens = most, .filled = now});
   Bucket& bucket = found->second;
-  bucket.tokens = std::min(most, bucket.tokens + per_second_ * std::max(0.0, absl::ToDoubleSeconds(now - bucket.filled)));
+  bucket.tokens = std::min(most, bucket.tokens + per_second_ * absl::ToDoubleSeconds(now - bucket.filled));
   bucket.filled = now;
   if (bucket.tokens < 1) return std::exchange(bucket.is_refusing, true) ? Answer::kNoAgain : Answer::kNo;
   bucket.tokens -= 1;
@@ -387,9 +385,19 @@ std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> Access::M
   return std::make_unique<AuditFactory>(std::move(access));
 }
 
+absl::StatusOr<Caller> Access::CallerOf(const grpc::ServerContextBase& context) {
+  const std::shared_ptr<const grpc::AuthContext> security = context.auth_context();
+  if (IsOverTls(security.get())) {
+    return Identify(ValueOf(context.client_metadata(), "authorization"),
+                    FirstProperty(security.get(), GRPC_X509_CN_PROPERTY_NAME));
+  }
+  const std::string user(ValueOf(context.client_metadata(), kUserHeader));
+  return Caller{.name = IsName(user) ? user : kUnknownUser, .role = AccessRole::kAdminister, .is_local = true};
+}
+
 absl::StatusOr<Caller> Access::Identify(std::string_view authorization, const std::string& certificate_name) {
   if (tokens_ == nullptr) {
-    return Caller{.name = certificate_name.empty() ? "(certificate without a common name)" : certificate_name,
+    return Caller{.name = certificate_name.empty() ? "(certificate without a common name)" : absl::CEscape(certificate_name),
                   .role = AccessRole::kAdminister};
   }
   if (authorization.empty())
@@ -406,7 +414,7 @@ absl::Status Access::Admit(std::string_view method, std::string_view authorizati
   const absl::StatusOr<Caller> caller = Identify(authorization, certificate_name);
   const std::string name = caller.ok() ? caller->name : kNobody;
   const char* const role = caller.ok() ? AccessRoleName(caller->role) : "none";
-  const RateLimit::Answer answer = limit_.Take(name, absl::Now());
+  const RateLimit::Answer answer = limit_.Take(name, MonotonicTime::Now());
   const RpcAccess* const rpc = FindRpcAccess(method);
   absl::Status status;
   if (answer != RateLimit::Answer::kYes) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "common/base/clock.h"
 #include "common/base/mutex.h"
 #include "common/base/status.h"
 #include "grpcpp/grpcpp.h"
@@ -23,8 +24,8 @@ namespace tandem {
 // Each may what those before it may.
 enum class AccessRole {
   kView,        // jobs, figures, completions
-  kSubmit,      // upload, plan, submit, export, generate
-  kAdminister,  // pause, resume and cancel any job
+  kSubmit,      // upload, plan, submit, export, generate; pause, resume, cancel and the priority of own jobs
+  kAdminister,  // the same of any job
   kPair,        // the other daemon: no token has it
 };
 const char* AccessRoleName(AccessRole role);
@@ -78,7 +79,7 @@ class TokensFile {
   Mutex mutex_;
   std::vector<AccessToken> tokens_ ABSL_GUARDED_BY(mutex_);
   std::string version_ ABSL_GUARDED_BY(mutex_);  // of the file when it was read: inode, size, time
-  absl::Time looked_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+  MonotonicTime looked_ ABSL_GUARDED_BY(mutex_) = MonotonicTime::InfinitePast();
 };
 
 // Calls a second by name: a burst of two seconds' worth, then the rate. Thread-safe; holds at most kMaxNames names, further ones
@@ -88,12 +89,12 @@ class RateLimit {
   static constexpr std::size_t kMaxNames = 4096;
   explicit RateLimit(int per_second) : per_second_(per_second) {}
   enum class Answer { kYes, kNo, kNoAgain };  // kNo: the first refusal since a call was let through
-  Answer Take(const std::string& name, absl::Time now);
+  Answer Take(const std::string& name, MonotonicTime now);
 
  private:
   struct Bucket {
     double tokens = 0;
-    absl::Time filled;
+    MonotonicTime filled;
     bool is_refusing = false;
   };
   const double per_second_;
@@ -101,11 +102,14 @@ class RateLimit {
   std::map<std::string, Bucket> buckets_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Who a call over TLS is from.
+// Who a call is from.
 struct Caller {
-  std::string name;
+  std::string name;  // printable
   AccessRole role;
+  bool is_local = false;  // from within the node
 };
+// Of a call from within the node that names no user.
+inline constexpr char kUnknownUser[] = "(local)";
 
 // Thread-safe; outlives the server.
 class Access {
@@ -119,6 +123,8 @@ class Access {
   // The audit lines; `access` outlives what is made.
   static std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface> MakeAudit(std::shared_ptr<Access> access);
 
+  // Who a call that was let in is from. Errors: UNAUTHENTICATED (its token was taken out of the file meanwhile).
+  absl::StatusOr<Caller> CallerOf(const grpc::ServerContextBase& context);
   // `authorization`: the header's value, empty when there is none; `certificate_name`: common name of the client's certificate.
   // Errors: UNAUTHENTICATED (no caller).
   absl::StatusOr<Caller> Identify(std::string_view authorization, const std::string& certificate_name);

@@ -18,9 +18,12 @@
 #include "absl/strings/match.h"
 #include "absl/time/clock.h"
 #include "common/base/check.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
 #include "common/gpu/device_code.h"
+#include "common/rpc/channel.h"
+#include "common/rpc/clock_watch.h"
 #include "common/rpc/node_watch.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/health_check_service_interface.h"
@@ -68,7 +71,7 @@ ABSL_FLAG(std::string, trainer_standing_bytes, "0",
 ABSL_FLAG(bool, strict_leases, false,
           "protect the elastic range (on a GPU: unmap its chunks) while it is not leased, so that a stray access dies at once");
 ABSL_FLAG(absl::Duration, start_timeout, absl::Minutes(10), "how long to wait for a peer that is loading weights");
-ABSL_FLAG(absl::Duration, holder_timeout, absl::Minutes(2), "silence after which a stopped lease holder is reported");
+ABSL_FLAG(absl::Duration, holder_timeout, absl::Minutes(2), "after which a peer that is stopped (SIGSTOP, a debugger) is reported");
 ABSL_FLAG(bool, kill_silent_holder, false, "kill such a holder and take its memory back");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning or error");
 
@@ -116,7 +119,7 @@ std::string WithPort(const std::string& address, int port) {
 }
 
 // Where a daemon serves those who may enter the run folder: its peer and the node's own clients.
-std::string LocalAddress(const std::string& run_dir, const std::string& program) {
+std::string SocketIn(const std::string& run_dir, const std::string& program) {
   return absl::StrCat("unix:", run_dir, "/", program, ".grpc");
 }
 
@@ -125,6 +128,11 @@ std::string LocalAddress(const std::string& run_dir, const std::string& program)
 void BadFlag(const std::string& message) {
   std::fprintf(stderr, "%s\n", message.c_str());
   std::exit(1);
+}
+
+int IntFlag(const char* name, int value, int low, int high) {
+  if (value < low || value > high) BadFlag(absl::StrCat("--", name, "=", value, " is not in ", low, " to ", high));
+  return value;
 }
 
 std::uint64_t BytesFlag(const char* name, const std::string& text) {
@@ -177,11 +185,11 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   const std::string runtime_dir = EnvironmentOr("XDG_RUNTIME_DIR", "");
   config.pool.run_dir = or_default(absl::GetFlag(FLAGS_run_dir), runtime_dir.empty() ? absl::StrCat("/tmp/tandem-", ::getuid())
                                                                                      : absl::StrCat(runtime_dir, "/tandem"));
-  if (const std::string own = LocalAddress(config.pool.run_dir, program); own.size() > kMaxSocketAddress)
+  if (const std::string own = SocketIn(config.pool.run_dir, program); own.size() > kMaxSocketAddress)
     BadFlag(absl::StrCat("--run_dir=", config.pool.run_dir, " is ", own.size() - kMaxSocketAddress,
                          " characters too long for the name of a socket in it"));
   const char* const peer_program = role == v1::ROLE_TRAINER ? "rollout_server" : "trainer_server";
-  config.pool.peer_address = or_default(absl::GetFlag(FLAGS_peer), LocalAddress(config.pool.run_dir, peer_program));
+  config.pool.peer_address = or_default(absl::GetFlag(FLAGS_peer), SocketIn(config.pool.run_dir, peer_program));
   config.pool.model_path = absl::GetFlag(FLAGS_model);
   if (const std::string shape = absl::GetFlag(FLAGS_random_weights); !shape.empty()) {
     if (!config.pool.model_path.empty()) BadFlag("--model and --random_weights exclude each other");
@@ -207,34 +215,33 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   return config;
 }
 
-int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember* pool,
+std::string Daemon::LocalAddress(const DaemonConfig& config) { return SocketIn(config.pool.run_dir, config.program); }
+
+int Daemon::Serve(const DaemonConfig& config, std::shared_ptr<Access> access, Metrics* metrics, const PoolMember* pool,
                   const std::vector<grpc::Service*>& services, const std::function<void(int grpc_port)>& started,
                   const std::function<absl::Status()>& failed, const std::function<void()>& stop) {
-  const absl::StatusOr<std::shared_ptr<Access>> access = Access::Create(config.access);
-  if (!access.ok()) {
-    TANDEM_LOG(kError, "daemon", access.status().ToString());
-    stop();
-    return 2;
-  }
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
   int port = 0;
-  builder.AddListeningPort(config.listen, (*access)->Credentials(), &port);
+  builder.AddListeningPort(config.listen, access->Credentials(), &port);
   // Note [Two listeners]
   // The pair's own calls, which no token may make, go over a socket in the run folder, which is the user's alone (0700): no
   // certificate has to be right for the pair to work, and none that leaks opens the pool.
-  if (pool != nullptr)
-    builder.AddListeningPort(LocalAddress(config.pool.run_dir, config.program), grpc::InsecureServerCredentials());
+  if (pool != nullptr) builder.AddListeningPort(LocalAddress(config), grpc::InsecureServerCredentials());
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> interceptors;
-  interceptors.push_back(Access::MakeAudit(*access));
+  interceptors.push_back(Access::MakeAudit(std::move(access)));
   builder.experimental().SetInterceptorCreators(std::move(interceptors));
   builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
   builder.SetMaxSendMessageSize(kMaxMessageBytes);
+  // gRPC unfolds a compressed message whole before it looks at its size.
+  for (const grpc_compression_algorithm algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP})
+    builder.SetCompressionAlgorithmSupportStatus(algorithm, false);
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a second daemon on the address must fail, not share it
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);  // MakeChannel pings every 30 s
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);  // a client that is gone frees its streams
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, kKeepaliveMs / 2);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMs);  // a client that is gone frees its streams
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveMs);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // no bound: a watched job may be queued for hours
   for (grpc::Service* service : services) builder.RegisterService(service);
   const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr || port == 0) {
@@ -254,13 +261,15 @@ int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember
              " metrics=", config.metrics_address.empty() ? "off" : WithPort(config.metrics_address, metrics->port()));
   started(port);
   absl::Status background;
+  ClockWatch clock;
   NodeWatch node(pool, config.data_dir, metrics);
   while (stop_signal == 0) {
     background = failed();
+    if (background.ok()) background = clock.health();
     if (background.ok() && pool != nullptr) background = pool->health();
     if (!background.ok()) break;
     if (node.Look() && pool != nullptr) EndIfPoisoned(pool->device());
-    absl::SleepFor(absl::Milliseconds(50));
+    clock.Sleep(absl::Milliseconds(50));
   }
   if (pool != nullptr) EndIfPoisoned(pool->device());
   if (background.ok())
@@ -270,7 +279,7 @@ int Daemon::Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember
   server->GetHealthCheckService()->SetServingStatus(false);
   stop();
   // Streams have been ended by `stop`; idle channels of others would keep the server for the whole time.
-  server->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(1)));
+  server->Shutdown(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(1)));
   server->Wait();
   if (pool != nullptr) EndIfPoisoned(pool->device());
   TANDEM_LOG(kInfo, "daemon", "stopped");

@@ -31,22 +31,26 @@ struct DaemonConfig {
 [[noreturn]] void BadFlag(const std::string& message);
 // A flag's size ('64MiB'); ends as BadFlag does where it is none.
 std::uint64_t BytesFlag(const char* name, const std::string& text);
+// `value`; ends as BadFlag does where it is not in [low, high].
+int IntFlag(const char* name, int value, int low, int high);
 
 class Daemon {
  public:
   // Parses the flags that both daemons have, makes the data folder and starts the log. Exits with 1 on a bad flag.
   static DaemonConfig ParseFlags(int argc, char** argv, const std::string& program, v1::Role role,
                                  const std::string& default_listen, const std::string& default_metrics);
-  // Listens at --listen and, with a pool, for its peer and the node's own clients at RUN_DIR/PROGRAM.grpc; prints "listening
-  // grpc=127.0.0.1:7071 metrics=127.0.0.1:9091" to the log, serves until SIGTERM or SIGINT or until `failed` gives an error, then
-  // calls `stop` and shuts down within 5 s. Returns the exit code.
+  // Where Serve listens for those who may enter the run folder: the peer and the node's own clients.
+  static std::string LocalAddress(const DaemonConfig& config);
+  // Listens at --listen and, with a pool, for its peer and the node's own clients at RUN_DIR/PROGRAM.grpc, with `access`, which
+  // is that of config.access; prints "listening grpc=127.0.0.1:7071 metrics=127.0.0.1:9091" to the log, serves until SIGTERM or
+  // SIGINT or until `failed` gives an error, then calls `stop` and shuts down within 5 s. Returns the exit code.
   //
   // `pool` (null: none) is watched: when its health() fails, the daemon stops as after `failed`. On a GPU so is the device:
   // tandem_device_memory_bytes follows the driver's figures, and a poisoned context ends the process at once with
   // kPoisonedContextExitCode, while it serves without `stop`: nothing on the device can be waited for, and the peer carries on.
   // Rooms need do no more than return their errors; a CUDA graph is captured in a mode that lets other threads ask the driver
   // (thread-local or relaxed).
-  static int Serve(const DaemonConfig& config, Metrics* metrics, const PoolMember* pool,
+  static int Serve(const DaemonConfig& config, std::shared_ptr<Access> access, Metrics* metrics, const PoolMember* pool,
                    const std::vector<grpc::Service*>& services, const std::function<void(int grpc_port)>& started,
                    const std::function<absl::Status()>& failed, const std::function<void()>& stop);
   // What main returns when all rooms are gone: the code of Serve, or 2 with the error in the log where the daemon came to no

@@ -10,9 +10,12 @@
 #include "client/plot.h"
 #include "client/printing.h"
 #include "client/progress.h"
+#include "common/base/clock.h"
 #include "common/base/hash.h"
 #include "common/base/units.h"
+#include "common/rpc/channel.h"
 #include "google/protobuf/text_format.h"
+#include "nlohmann/json.hpp"
 
 namespace tandem {
 namespace {
@@ -130,7 +133,7 @@ class ClientTest : public ::testing::Test {
     connection_.trainer_address = absl::StrCat("127.0.0.1:", port);
     connection_.timeout = absl::Seconds(5);
   }
-  ~ClientTest() override { server_->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(1))); }
+  ~ClientTest() override { server_->Shutdown(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(1))); }
 
   RecordingTrainer trainer_;
   std::unique_ptr<grpc::Server> server_;
@@ -250,14 +253,25 @@ TEST_F(ClientTest, ExportWritesFilesAndRefusesNamesThatLeaveTheDirectory) {
   EXPECT_EQ(ReadFile(directory + "/out/adapter_model.safetensors"), "bytes");
   EXPECT_TRUE(absl::IsAlreadyExists(Export(connection_, {"addition-1", directory + "/out"}, {})));
 
-  trainer_.files = {{"../escaped", "bytes"}};
-  EXPECT_TRUE(absl::IsInvalidArgument(Export(connection_, {"addition-1", directory + "/out2"}, {})));
+  // A server that would write elsewhere.
+  int number = 2;
+  for (const std::string& name : {std::string("../escaped"), absl::StrCat(directory, "/escaped"), std::string(".."),
+                                  std::string("."), std::string("a/../../escaped"), std::string("/"), std::string("./escaped")}) {
+    trainer_.files = {{name, "bytes"}};
+    const absl::Status refused = Export(connection_, {"addition-1", absl::StrCat(directory, "/out", number++)}, {});
+    EXPECT_TRUE(absl::IsInvalidArgument(refused)) << name << " " << refused;
+  }
+  trainer_.files = {{std::string(300, 'a'), "bytes"}};
+  EXPECT_FALSE(Export(connection_, {"addition-1", directory + "/long"}, {}).ok());
+  trainer_.files = {{std::string("a\0/../../escaped", 16), "bytes"}};
+  EXPECT_FALSE(Export(connection_, {"addition-1", directory + "/nul"}, {}).ok());
   EXPECT_FALSE(std::filesystem::exists(directory + "/escaped"));
+  EXPECT_FALSE(std::filesystem::exists(std::filesystem::path(directory).parent_path() / "escaped"));
 }
 
 TEST_F(ClientTest, UnreachableServerIsNamedWithItsAddress) {
   connection_.trainer_address = "127.0.0.1:1";
-  const absl::Status status = ListJobs(connection_, {});
+  const absl::Status status = ListJobs(connection_, {}, {});
   EXPECT_TRUE(absl::IsUnavailable(status));
   EXPECT_THAT(std::string(status.message()),
               HasSubstr("trainer_server at 127.0.0.1:1 does not answer: it is not running there, or still starting"));
@@ -421,6 +435,31 @@ TEST_F(ClientTest, CompletionsOfOneGroupStandSideBySide) {
   EXPECT_EQ(::testing::internal::GetCapturedStdout(), "no completion passes the filters\n");
 }
 
+// What a model writes may be what it was taught by whoever wrote the data: a title, a cleared screen, answers from the keyboard.
+TEST_F(ClientTest, CompletionsMoveNoTerminal) {
+  v1::CompletionRecord record;
+  record.set_prompt("\x1b]2;owned\x07");
+  record.set_completion(
+      "a\n\x1b[2J\x1b[6n\rb\xc2\x9b"
+      "c\x7f");
+  trainer_.completions.push_back(record);
+  for (const bool is_json : {false, true}) {
+    connection_.json = is_json;
+    for (const bool is_group : {false, true}) {
+      v1::CompletionsRequest filters;
+      if (is_group) filters.set_group_index(0);
+      ::testing::internal::CaptureStdout();
+      ASSERT_TRUE(Completions(connection_, {"addition-1"}, filters).ok());
+      const std::string text = ::testing::internal::GetCapturedStdout();
+      EXPECT_THAT(text, HasSubstr("owned"));
+      for (const char* moving : {"\x1b", "\r", "\xc2\x9b", "\x7f", "\x07"})
+        EXPECT_EQ(text.find(moving), std::string::npos) << text;
+      if (!is_json) continue;
+      EXPECT_EQ(nlohmann::json::parse(text)["completion"], record.completion()) << "JSON means the same";
+    }
+  }
+}
+
 TEST(PrintingTest, ColumnsWrapByCharactersAndKeepTheirPlaces) {
   EXPECT_EQ(FormatColumns({"äöüß12", "a\nb"}, 4, 2), "äöüß  a\n12    b");
   EXPECT_EQ(FormatColumns({"über den Fluss", "x"}, 8, 1), "über den x\nFluss");
@@ -441,9 +480,9 @@ TEST(PrintingTest, DataCountsAreOneLine) {
 
 TEST_F(ClientTest, StatusWaitsForDaemonsThatAreNotThere) {
   connection_.trainer_address = connection_.rollout_address = "127.0.0.1:1";
-  const absl::Time begin = absl::Now();
+  const MonotonicTime begin = MonotonicTime::Now();
   EXPECT_TRUE(absl::IsUnavailable(ShowStatus(connection_, {}, absl::Milliseconds(500))));
-  EXPECT_GE(absl::Now() - begin, absl::Milliseconds(500));
+  EXPECT_GE(MonotonicTime::Now() - begin, absl::Milliseconds(500));
 }
 
 TEST(ProgressTest, LineShowsStepRewardFunctionsLengthAndTimeLeft) {

@@ -52,6 +52,23 @@ assert client.status().model
 plan = client.plan(job, rewards=[f"{mine.__file__}:ended"])
 assert 'function: "ended"' in plan.job_text and not plan.faults
 
+# The queue.
+running = client.submit(job, rewards=[mine.ended], num_steps=100000)
+first = client.submit(job, rewards=[mine.ended], num_steps=1, name="first", priority=3)
+second = client.submit(job, rewards=[mine.ended], num_steps=1, name="second", after=["first"], adapter=contracts.AdapterConfig(start_job=first))
+assert client.job(second).waiting_for == f"job {first} (queued)" and list(client.job(second).after) == [first]
+assert client.job(first).queue_position == 1 and client.job(first).submitter == client.job(running).submitter != ""
+client.set_priority(first, 7)
+shown = client.show(first)
+assert shown.status.priority == 7 and "priority: 3" in shown.job_text
+assert [status.job for status in client.jobs(states=["queued"])] == [second, first]
+assert [status.job for status in client.jobs(states=["queued", "running"], limit=1)] == [second]
+raises("INVALID_ARGUMENT", "priority: 101; must be -100 to 100", lambda: client.set_priority(first, 101))
+raises("INVALID_ARGUMENT", "after: 'third' is the name of the job itself", lambda: client.submit(job, rewards=[mine.ended], name="third", after=["third"]))
+client.cancel(running)
+assert client.wait(second)["step"] == [1]
+assert state_of(client.job(running)) == "cancelled"
+
 # The same errors as the command's.
 raises("INVALID_ARGUMENT", "mine.py has no 'absent'; its functions are ended, broken", lambda: client.submit(job, rewards=[f"{mine.__file__}:absent"]))
 raises("INVALID_ARGUMENT", "rewards: 'absent'; must be FILE:FUNCTION", lambda: client.submit(job, rewards=["absent"]))

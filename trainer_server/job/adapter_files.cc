@@ -43,16 +43,20 @@ class TemporaryDirectory {
   std::string path_;
 };
 
-PeftConfig ToPeft(const v1::AdapterConfig& config) {
-  PeftConfig peft;
-  peft.rank = static_cast<int>(config.rank());
-  peft.alpha = config.alpha();
-  peft.use_rslora = config.rank_stabilised();
-  for (const int kind : config.targets()) peft.targets.push_back(static_cast<LinearKind>(kind - 1));
-  return peft;
+}  // namespace
+
+bool HasStartAdapter(const v1::AdapterConfig& adapter) {
+  return !adapter.start_config_content().empty() || !adapter.start_job().empty();
 }
 
-}  // namespace
+PeftConfig PeftConfigOf(const v1::AdapterConfig& adapter) {
+  PeftConfig peft;
+  peft.rank = static_cast<int>(adapter.rank());
+  peft.alpha = adapter.alpha();
+  peft.use_rslora = adapter.rank_stabilised();
+  for (const int kind : adapter.targets()) peft.targets.push_back(static_cast<LinearKind>(kind - 1));
+  return peft;
+}
 
 absl::StatusOr<PeftAdapter> OpenStartAdapter(const v1::AdapterConfig& adapter, const ModelConfig& model,
                                              const ContentStore& content) {
@@ -71,7 +75,7 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ExportFiles(con
                                                                              const ModelConfig& model,
                                                                              const std::string& adapter) {
   TANDEM_ASSIGN_OR_RETURN(const TemporaryDirectory directory, TemporaryDirectory::Create());
-  PeftConfig peft = ToPeft(config);
+  PeftConfig peft = PeftConfigOf(config);
   peft.base_model = model.name;
   TANDEM_RETURN_IF_ERROR(WritePeftAdapter(directory.path(), model, peft, std::as_bytes(std::span<const char>(adapter))));
   std::vector<std::pair<std::string, std::string>> files;
@@ -94,7 +98,7 @@ absl::Status ExportMerged(const v1::AdapterConfig& config, const ModelDescriptio
     return absl::FailedPreconditionError(absl::StrCat("--model=", model_path, " is ", (*source)->description().config.name,
                                                       ", not the pool's ", model.config.name));
   }
-  const PeftConfig peft = ToPeft(config);
+  const PeftConfig peft = PeftConfigOf(config);
   const AdapterLayout layout = AdapterLayout::Create(model.config, peft.rank, peft.targets);
   return StreamMergedModel(**source, model_path, layout, static_cast<float>(peft.scale()),
                            std::as_bytes(std::span<const char>(adapter)), {}, sink);

@@ -12,6 +12,11 @@
 
 namespace tandem {
 
+// Whether the job begins at an adapter, of the store or of another job.
+bool HasStartAdapter(const v1::AdapterConfig& adapter);
+// What the adapter's PEFT directory says of it.
+PeftConfig PeftConfigOf(const v1::AdapterConfig& adapter);
+
 // The adapter that a job names as its start, from the store. Errors: NOT_FOUND (content), what is wrong with the files.
 absl::StatusOr<PeftAdapter> OpenStartAdapter(const v1::AdapterConfig& adapter, const ModelConfig& model,
                                              const ContentStore& content);

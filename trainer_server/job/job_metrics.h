@@ -12,6 +12,15 @@ namespace tandem {
 
 inline constexpr Metric kPhase = {
     .name = "tandem_phase", .help = "1 for what the trainer is at: rollout, training or idle", .labels = {"phase"}};
+inline constexpr Metric kQueueJobs = {
+    .name = "tandem_queue_jobs",
+    .help = "Jobs by state: ready (queued), blocked (queued behind jobs that have not succeeded yet), running, paused",
+    .labels = {"state"}};
+inline constexpr double kQueueWaitBuckets[] = {1, 10, 60, 300, 900, 3600, 3 * 3600, 8 * 3600, 24 * 3600, 72 * 3600, 168 * 3600};
+inline constexpr Metric kQueueWaitSeconds = {.name = "tandem_queue_wait_seconds",
+                                             .type = Metric::Type::kHistogram,
+                                             .help = "From when a job could have started to when it did",
+                                             .buckets = kQueueWaitBuckets};
 inline constexpr Metric kJobRunning = {.name = "tandem_train_running", .help = "1 while the job runs", .labels = {"job"}};
 inline constexpr Metric kStep = {.name = "tandem_train_step", .help = "Steps finished", .labels = {"job"}};
 inline constexpr Metric kNumSteps = {.name = "tandem_train_num_steps", .help = "Steps that the job has", .labels = {"job"}};
@@ -63,6 +72,8 @@ inline constexpr Metric kPlanUseRatio = {
     .name = "tandem_plan_use_ratio", .help = "Peak use over plan", .labels = {"job", "owner"}};
 
 inline constexpr std::array kTrainerMetrics = {&kPhase,
+                                               &kQueueJobs,
+                                               &kQueueWaitSeconds,
                                                &kJobRunning,
                                                &kStep,
                                                &kNumSteps,

@@ -138,20 +138,70 @@ void CheckUpdates(v1::JobSpec* spec, const LossOptions& options, const Advantage
 }
 
 // A start adapter is trained on as it is: its shape and scale are the job's.
-void CheckStartAdapter(const JobSurroundings& surroundings, const v1::AdapterConfig& adapter, const JobPlan& plan,
-                       Lines* faults) {
-  const auto start = OpenStartAdapter(adapter, surroundings.model, *surroundings.content);
-  if (!start.ok()) {
-    faults->push_back(absl::StrCat("adapter.start_config_content: ", start.status().message()));
-    return;
-  }
+void CheckStartShape(const PeftConfig& config, const v1::AdapterConfig& adapter, const JobPlan& plan, Lines* faults) {
   const FieldCheck check("adapter.", faults);
-  const PeftConfig& config = start->config();
   check.Expect(config.rank == plan.policy.rank, "rank", adapter.rank(), absl::StrCat("the start adapter's ", config.rank));
   check.Expect(static_cast<float>(config.scale()) == plan.policy.scale, "alpha", adapter.alpha(),
                absl::StrCat("such that the scale, ", plan.policy.scale, ", is the start adapter's ", config.scale()));
   check.Expect(config.targets == plan.policy.targets, "targets", absl::StrCat(plan.policy.targets.size(), " linears"),
                absl::StrCat("the start adapter's ", config.targets.size()));
+}
+
+void CheckStartAdapter(const JobSurroundings& surroundings, const v1::AdapterConfig& adapter, const JobPlan& plan,
+                       Lines* faults) {
+  const auto start = OpenStartAdapter(adapter, surroundings.model, *surroundings.content);
+  if (start.ok()) return CheckStartShape(start->config(), adapter, plan, faults);
+  faults->push_back(absl::StrCat("adapter.start_config_content: ", start.status().message()));
+}
+
+// A job that `spec` comes after, whose id takes the place of its name in `named`. A job can name only what was there before it,
+// so that no circle can close. Null: a fault.
+std::optional<StoredJob> FindPrerequisite(const JobSurroundings& surroundings, const v1::JobSpec& spec, const std::string& field,
+                                          std::string* named, Lines* faults) {
+  const auto fault = [&](const std::string& limit) {
+    faults->push_back(absl::StrCat(field, ": '", named->substr(0, 80), "'", limit));
+    return std::nullopt;
+  };
+  if (*named == spec.name()) return fault(" is the name of the job itself; an earlier job of this name is named by its id");
+  const absl::StatusOr<StoredJob> found =
+      surroundings.find_job ? surroundings.find_job(*named) : absl::NotFoundError("there are no jobs");
+  if (!found.ok()) return fault("; must be the id of a job of this trainer, or the name of one of your own");
+  const v1::JobState state = found->status.state();
+  if (state == v1::JOB_STATE_FAILED || state == v1::JOB_STATE_CANCELLED) {
+    return fault(absl::StrCat(" is job ", found->status.job(), ", which is ", StateWord(state),
+                              "; must be queued, paused, running or succeeded"));
+  }
+  *named = found->status.job();
+  return *found;
+}
+
+void CheckPrerequisites(const JobSurroundings& surroundings, JobOrigin origin, const JobPlan& plan, v1::JobSpec* spec,
+                        Lines* faults) {
+  const FieldCheck check("", faults);
+  check.Expect(spec->priority() >= -kMaxPriority && spec->priority() <= kMaxPriority, "priority", spec->priority(),
+               absl::StrCat(-kMaxPriority, " to ", kMaxPriority));
+  check.Expect(spec->after_size() <= kMaxAfter, "after", absl::StrCat(spec->after_size(), " jobs"),
+               absl::StrCat("at most ", kMaxAfter));
+  v1::AdapterConfig* const adapter = spec->mutable_adapter();
+  const bool has_start_job = !adapter->start_job().empty();
+  const FieldCheck adapter_check("adapter.", faults);
+  adapter_check.Expect(!adapter->start_best() || has_start_job, "start_best", "true", "given with start_job");
+  adapter_check.Expect(!has_start_job || adapter->start_config_content().empty(), "start_job", adapter->start_job(),
+                       "given without another start adapter");
+  if (origin != JobOrigin::kSubmitted || spec->after_size() > kMaxAfter) return;
+  std::set<std::string> after;
+  for (std::string& named : *spec->mutable_after()) {
+    if (!FindPrerequisite(surroundings, *spec, "after", &named, faults).has_value()) continue;
+    check.Expect(after.insert(named).second, "after", named, "given once");
+  }
+  if (!has_start_job) return;
+  const std::optional<StoredJob> start =
+      FindPrerequisite(surroundings, *spec, "adapter.start_job", adapter->mutable_start_job(), faults);
+  v1::JobSpec start_spec;
+  if (!start.has_value() || !google::protobuf::TextFormat::ParseFromString(start->job_text, &start_spec)) return;
+  CheckStartShape(PeftConfigOf(start_spec.adapter()), *adapter, plan, faults);
+  adapter_check.Expect(!adapter->start_best() || start_spec.has_evaluation(), "start_best", "true",
+                       absl::StrCat("false: job ", adapter->start_job(), " has no evaluation"));
 }
 
 void CheckAdapter(const JobSurroundings& surroundings, v1::AdapterConfig* adapter, Lines* faults, JobPlan* plan) {
@@ -553,6 +603,7 @@ absl::StatusOr<JobPlan> PlanJob(const std::string& job_text, const JobSurroundin
     CheckSampling(surroundings, "evaluation.sampling.", &sampling, &faults);
   }
   CheckAdapter(surroundings, spec.mutable_adapter(), &faults, &plan);
+  CheckPrerequisites(surroundings, origin, plan, &spec, &faults);
   CheckOptimizer(spec, spec.mutable_optimizer(), &faults, &plan);
   const FieldCheck batch("batch.", &faults);
   batch.Range("micro_batch_tokens", spec.batch().micro_batch_tokens(), 0, kMaxMicroBatchTokens);
@@ -611,7 +662,7 @@ absl::Status MeasureMemory(const JobSurroundings& surroundings, const NodeMemory
   JobMemory& needs = plan->needs;
   needs.rank = plan->policy.rank;
   needs.adapter_bytes = plan->layout.total_bytes;
-  needs.has_reference_adapter = !spec.adapter().start_config_content().empty() || spec.loss().has_reference_sync();
+  needs.has_reference_adapter = HasStartAdapter(spec.adapter()) || spec.loss().has_reference_sync();
   needs.has_dropout = plan->policy.dropout > 0;
   needs.prompts_per_step = spec.rollout().prompts_per_step();
   needs.group_size = spec.rollout().group_size();

@@ -14,6 +14,7 @@
 #include "proto/job.pb.h"
 #include "trainer_server/advantage/advantage.h"
 #include "trainer_server/job/content_store.h"
+#include "trainer_server/job/job_store.h"
 #include "trainer_server/loss/loss.h"
 #include "trainer_server/optim/adamw.h"
 #include "trainer_server/optim/learning_rate.h"
@@ -32,6 +33,8 @@ struct JobSurroundings {
   const ContentStore* content = nullptr;
   std::function<NodeMemory()> node_memory;  // as it is now
   SandboxSource* sandbox = nullptr;         // of rewards
+  // A job by its id, or by its name the newest of whoever submits this one; empty: there are no others.
+  std::function<absl::StatusOr<StoredJob>(const std::string& id_or_name)> find_job = {};
 };
 
 // In tokens, of the prompts that were encoded.
@@ -62,13 +65,14 @@ struct JobPlan {
 };
 
 inline constexpr std::size_t kMaxJobTextBytes = 256 << 10;
+inline constexpr int kMaxAfter = 16;
 // When a job is submitted, the prompts of so many first rows are encoded, and those of so many of the longest lines beyond; the
 // others are checked when they are drawn.
 inline constexpr std::size_t kMaxEncodedRows = 4096;
 inline constexpr std::size_t kMaxEncodedLongRows = 256;
 
-// kSubmitted: rows are checked too. kStored: they were, and content does not change under its address. kSettings: the data set is
-// not looked at, and the plan has none.
+// kSubmitted: rows are checked too, and the jobs that it comes after, whose ids take the place of their names. kStored: they
+// were, and content does not change under its address. kSettings: the data set is not looked at, and the plan has none.
 enum class JobOrigin { kSubmitted, kStored, kSettings };
 
 // Errors: INVALID_ARGUMENT listing every fault, one a line; RESOURCE_EXHAUSTED (text longer than kMaxJobTextBytes).

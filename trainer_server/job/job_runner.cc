@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/rpc/node_watch.h"
 #include "trainer_server/job/job_metrics.h"
@@ -14,12 +15,14 @@ namespace tandem {
 JobRunner::JobRunner(JobStore* store, LoopEnvironment environment, Options options)
     : store_(store), environment_(std::move(environment)), options_(std::move(options)) {
   environment_.on_phase = [this](const std::string& phase) { Changed(running_job(), phase); };
+  environment_.directory_of = [this](const std::string& job) { return DirectoryOf(job); };
 }
 
 JobRunner::~JobRunner() { Stop(); }
 
 void JobRunner::Start() {
   ExportState();
+  ExportQueue();
   thread_ = std::thread([this] {
     try {
       Run();
@@ -42,12 +45,16 @@ void JobRunner::Stop() {
 }
 
 void JobRunner::Notify() {
+  ExportQueue();
   MutexLock lock(&mutex_);
   is_notified_ = true;
+  JobRequest request = JobRequest::kNone;
   if (!running_job_.empty()) {
     const auto job = store_->Get(running_job_);
-    environment_.peer->SetImpatient(job.ok() && job->request != JobRequest::kNone);
+    if (job.ok()) request = job->request;
   }
+  environment_.peer->SetImpatient(request != JobRequest::kNone);
+  environment_.peer->SetCancelled(request == JobRequest::kCancel);
   ++change_;
   changed_.SignalAll();
 }
@@ -60,10 +67,10 @@ void JobRunner::OnPeerAttached() {
 }
 
 std::uint64_t JobRunner::WaitForChange(std::uint64_t seen, absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const MonotonicTime deadline = MonotonicTime::Now() + timeout;
   MutexLock lock(&mutex_);
   while (change_ <= seen && !is_stopping_) {
-    const absl::Duration left = deadline - absl::Now();
+    const absl::Duration left = deadline - MonotonicTime::Now();
     if (left <= absl::ZeroDuration()) break;
     changed_.WaitFor(&mutex_, left);
   }
@@ -71,14 +78,26 @@ std::uint64_t JobRunner::WaitForChange(std::uint64_t seen, absl::Duration timeou
 }
 
 absl::StatusOr<v1::JobStatus> JobRunner::StatusOf(const std::string& job) const {
-  TANDEM_ASSIGN_OR_RETURN(StoredJob stored, store_->Get(job));
-  if (running_job() == job) stored.status.set_waiting_for(environment_.peer->waiting_for());
-  return stored.status;
+  TANDEM_ASSIGN_OR_RETURN(const StoredJob stored, store_->Get(job));
+  return StatusOf(stored);
+}
+
+v1::JobStatus JobRunner::StatusOf(const StoredJob& job) const {
+  v1::JobStatus status = job.status;
+  if (running_job() != status.job()) return status;
+  status.set_waiting_for(environment_.peer->waiting_for());
+  if (status.waiting_for().empty() && job.request == JobRequest::kPause)
+    status.set_waiting_for("the end of its step, to be paused");
+  return status;
 }
 
 std::string JobRunner::running_job() const {
   MutexLock lock(&mutex_);
   return running_job_;
+}
+bool JobRunner::is_stopping() const {
+  MutexLock lock(&mutex_);
+  return is_stopping_;
 }
 std::string JobRunner::phase() const {
   MutexLock lock(&mutex_);
@@ -117,8 +136,15 @@ void JobRunner::ExportState() const {
   }
 }
 
+void JobRunner::ExportQueue() const {
+  const QueueDepth depth = store_->depth();
+  const std::pair<const char*, int> states[] = {
+      {"ready", depth.ready}, {"blocked", depth.blocked}, {"running", depth.running}, {"paused", depth.paused}};
+  for (const auto& [state, count] : states) environment_.metrics->SetGauge(kQueueJobs, {state}, count);
+}
+
 void JobRunner::ForgetEndedJobs() {
-  while (!ended_jobs_.empty() && absl::Now() - ended_jobs_.front().second >= options_.ended_job_served) {
+  while (!ended_jobs_.empty() && MonotonicTime::Now() - ended_jobs_.front().second >= options_.ended_job_served) {
     environment_.metrics->RemoveLabel("job", ended_jobs_.front().first);
     ended_jobs_.pop_front();
   }
@@ -159,6 +185,11 @@ absl::Status JobRunner::RunNext() {
   const absl::Status started = store_->Transition(name, v1::JOB_STATE_RUNNING, "");
   if (absl::IsFailedPrecondition(started)) return absl::OkStatus();  // cancelled or paused in between
   TANDEM_RETURN_IF_ERROR(started);
+  if (job->status.state() == v1::JOB_STATE_QUEUED && job->ready_at != absl::InfinitePast()) {
+    const double waited = std::max(absl::ToDoubleSeconds(absl::Now() - job->ready_at), 0.0);
+    environment_.metrics->Observe(kQueueWaitSeconds, {}, waited);
+  }
+  charged_ = MonotonicTime::Now();
   Changed(name, "idle");
   Notify();
   RunJob(*job);
@@ -178,10 +209,9 @@ void JobRunner::RunJob(const StoredJob& job) {
   absl::StatusOr<std::unique_ptr<TrainingLoop>> loop = Begin(job);
   const absl::Status result = loop.ok() ? WalkThrough(loop->get()) : loop.status();
   EndJob(name, result, loop.ok() ? loop->get() : nullptr);
-  environment_.peer->SetImpatient(false);
   // Its last values, an evaluation's among them, are served for a while.
   environment_.metrics->SetGauge(kJobRunning, {name}, 0);
-  ended_jobs_.emplace_back(name, absl::Now());
+  ended_jobs_.emplace_back(name, MonotonicTime::Now());
   if (loop.ok()) {
     (*loop)->KeepOnlyAdapter();
     resident_ = *std::move(loop);
@@ -222,6 +252,11 @@ absl::Status JobRunner::ClearStandingRegion(const std::string& next_job) {
   return store_->SetResident(next_job);
 }
 
+absl::Status JobRunner::Charge(const std::string& job) {
+  const MonotonicTime now = MonotonicTime::Now();
+  return store_->Charge(job, now - std::exchange(charged_, now));
+}
+
 absl::Status JobRunner::WalkThrough(TrainingLoop* loop) {
   const std::string& name = loop->job();
   while (true) {
@@ -229,6 +264,7 @@ absl::Status JobRunner::WalkThrough(TrainingLoop* loop) {
     if (job.request != JobRequest::kNone) return absl::CancelledError("asked to stop");
     if (loop->is_evaluation_due()) {
       TANDEM_RETURN_IF_ERROR(loop->Evaluate());
+      TANDEM_RETURN_IF_ERROR(Charge(name));
       Changed(name, "rollout");
       continue;
     }
@@ -237,18 +273,21 @@ absl::Status JobRunner::WalkThrough(TrainingLoop* loop) {
     TANDEM_RETURN_IF_ERROR(loop->RunStep());
     if (loop->is_checkpoint_due()) TANDEM_RETURN_IF_ERROR(loop->WriteCheckpoint());
     TANDEM_RETURN_IF_ERROR(store_->SetStep(name, static_cast<std::uint32_t>(loop->step())));
+    TANDEM_RETURN_IF_ERROR(Charge(name));
     Changed(name, "rollout");
   }
 }
 
 void JobRunner::EndJob(const std::string& job, const absl::Status& result, TrainingLoop* loop) {
+  if (const absl::Status charged = Charge(job); !charged.ok())
+    TANDEM_LOG(kError, "job", "device time not stored job=", job, " because=", std::string(charged.message()));
   const absl::StatusOr<StoredJob> stored = store_->Get(job);
   const JobRequest request = stored.ok() ? stored->request : JobRequest::kNone;
   v1::JobState state = v1::JOB_STATE_FAILED;
   std::string error(result.message());
   if (result.ok()) {
     state = v1::JOB_STATE_SUCCEEDED;
-  } else if (environment_.peer->is_interrupted()) {
+  } else if (is_stopping()) {
     // Whichever build comes next goes on from this step.
     const absl::Status written = loop != nullptr ? loop->WriteCheckpoint() : absl::OkStatus();
     if (!written.ok())
@@ -260,7 +299,9 @@ void JobRunner::EndJob(const std::string& job, const absl::Status& result, Train
     TANDEM_LOG(kError, "job", "left running job=", job, " because the device's context is lost: ", error);
     environment_.peer->Pause(absl::Seconds(5)).IgnoreError();
     return;
-  } else if (absl::IsCancelled(result) && request == JobRequest::kCancel) {
+  } else if (request == JobRequest::kCancel) {
+    // Whatever the step that was broken off says.
+    if (!absl::IsCancelled(result)) TANDEM_LOG(kInfo, "job", "cancelled job=", job, " which had ended with: ", error);
     state = v1::JOB_STATE_CANCELLED;
     error.clear();
   } else if (absl::IsCancelled(result) && request == JobRequest::kPause) {

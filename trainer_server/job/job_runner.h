@@ -1,5 +1,6 @@
-// The one thread that owns training: takes jobs from the store, first in, first out, and walks each through its loop. A job left
-// RUNNING by a life before goes on from its checkpoint. Public functions are thread-safe unless they say otherwise.
+// The one thread that owns training: takes the first job of the queue, walks it through its loop, takes the next. A job left
+// RUNNING by a life before goes on from its checkpoint. One that is cancelled ends at once, one that is paused at its next step
+// boundary. Public functions are thread-safe unless they say otherwise.
 #pragma once
 
 #include <deque>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/base/clock.h"
 #include "common/base/mutex.h"
 #include "trainer_server/job/job_store.h"
 #include "trainer_server/job/training_loop.h"
@@ -40,6 +42,7 @@ class JobRunner {
 
   // The store's status with what is waited for.
   absl::StatusOr<v1::JobStatus> StatusOf(const std::string& job) const;
+  v1::JobStatus StatusOf(const StoredJob& job) const;
   std::string running_job() const;
   std::string phase() const;  // "rollout", "training", "idle"
   // The first error of the runner itself, not of a job; OK while it serves.
@@ -55,10 +58,14 @@ class JobRunner {
   // Until the job ends, or pauses, or the runner stops. OK: all steps done.
   absl::Status WalkThrough(TrainingLoop* loop);
   absl::StatusOr<std::unique_ptr<TrainingLoop>> Begin(const StoredJob& job);
+  // The running job has held the device since it was charged last.
+  absl::Status Charge(const std::string& job);
   absl::Status ClearStandingRegion(const std::string& next_job);
   void EndJob(const std::string& job, const absl::Status& result, TrainingLoop* loop);
   void Changed(const std::string& running_job, const std::string& phase);
   void ExportState() const;
+  void ExportQueue() const;
+  bool is_stopping() const;
   // The series of jobs that ended long enough ago to have been scraped.
   void ForgetEndedJobs();
 
@@ -66,7 +73,8 @@ class JobRunner {
   LoopEnvironment environment_;
   const Options options_;
   std::unique_ptr<TrainingLoop> resident_;  // of the last job: its adapter may still be asked for. Runner thread only.
-  std::deque<std::pair<std::string, absl::Time>> ended_jobs_;  // whose metrics are still served. Runner thread only.
+  std::deque<std::pair<std::string, MonotonicTime>> ended_jobs_;  // whose metrics are still served. Runner thread only.
+  MonotonicTime charged_;  // up to when the running job has been charged for the device. Runner thread only.
   std::thread thread_;
 
   mutable Mutex mutex_;

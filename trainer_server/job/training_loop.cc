@@ -4,12 +4,13 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/random.h"
 #include "common/base/units.h"
 #include "common/gpu/device_peak.h"
-#include "trainer_server/job/adapter_files.h"
 #include "trainer_server/batch/pass_work.h"
+#include "trainer_server/job/adapter_files.h"
 #include "trainer_server/job/job_metrics.h"
 #include "trainer_server/rollout/further_turns.h"
 
@@ -25,7 +26,7 @@ constexpr std::size_t kMaxLoggedFailures = 8;     // of rewards, a step
 constexpr char kTrainingOwner[] = "activations";  // of the arena that passes compute in
 constexpr int kSmallerLogitChunk = 128;           // rows, where the trainer chooses
 
-double SecondsSince(absl::Time begin) { return absl::ToDoubleSeconds(absl::Now() - begin); }
+double SecondsSince(MonotonicTime begin) { return absl::ToDoubleSeconds(MonotonicTime::Now() - begin); }
 
 double NowSeconds() { return absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()); }
 
@@ -112,7 +113,7 @@ absl::Status TrainingLoop::MakeParts() {
   phase_ = std::make_unique<ElasticPhase>(peer, ElasticPhase::Options{.member = member, .enter_arena = environment_.enter_arena});
   TANDEM_RETURN_IF_ERROR(MakeTrainer(StepPieces::kUsual));
   TANDEM_RETURN_IF_ERROR(policy_->InitializeAdapters(plan_.spec.seed()));
-  const bool has_start_adapter = !plan_.spec.adapter().start_config_content().empty();
+  const bool has_start_adapter = HasStartAdapter(plan_.spec.adapter());
   if (!has_start_adapter && !moves_reference()) return absl::OkStatus();
   TANDEM_ASSIGN_OR_RETURN(reference_,
                           StandingPiece::Allocate(environment_.standing, plan_.layout.total_bytes, "reference_adapter"));
@@ -151,12 +152,31 @@ absl::Status TrainingLoop::MakeTrainer(StepPieces pieces) {
   return absl::OkStatus();
 }
 
+// In the order of the layout, on the host.
+absl::StatusOr<std::vector<std::byte>> TrainingLoop::ReadStartAdapter() const {
+  const v1::AdapterConfig& config = plan_.spec.adapter();
+  std::vector<std::byte> on_host(plan_.layout.total_bytes);
+  if (config.start_job().empty()) {
+    TANDEM_ASSIGN_OR_RETURN(const PeftAdapter start, OpenStartAdapter(config, environment_.model, *environment_.content));
+    TANDEM_RETURN_IF_ERROR(start.Load(on_host));
+    return on_host;
+  }
+  const std::string field = absl::StrCat("adapter.start_job: job ", config.start_job());
+  const auto checkpoints = CheckpointStore::OpenForReading(environment_.directory_of(config.start_job()) + "/checkpoints");
+  const absl::StatusOr<std::string> adapter =
+      config.start_best() ? checkpoints.ReadBestAdapter() : checkpoints.ReadNewestAdapter();
+  if (!adapter.ok()) return Annotate(adapter.status(), field);
+  if (adapter->size() != on_host.size()) {
+    return absl::FailedPreconditionError(absl::StrCat(field, " has an adapter of ", adapter->size(), " bytes; this job's has ",
+                                                      on_host.size(), ": it was trained on another model"));
+  }
+  std::ranges::copy(std::as_bytes(std::span<const char>(*adapter)), on_host.begin());
+  return on_host;
+}
+
 // The job begins at this adapter, which is its reference too.
 absl::Status TrainingLoop::LoadStartAdapter() {
-  TANDEM_ASSIGN_OR_RETURN(const PeftAdapter start,
-                          OpenStartAdapter(plan_.spec.adapter(), environment_.model, *environment_.content));
-  std::vector<std::byte> on_host(plan_.layout.total_bytes);
-  TANDEM_RETURN_IF_ERROR(start.Load(on_host));
+  TANDEM_ASSIGN_OR_RETURN(const std::vector<std::byte> on_host, ReadStartAdapter());
   for (const StandingPiece* piece : {&reference_, &masters_}) {
     TANDEM_RETURN_IF_ERROR(CopyFromHost(environment_.device.device, piece->bytes().data(), on_host.data(), on_host.size()));
   }
@@ -245,7 +265,7 @@ absl::StatusOr<TrainingLoop::DrawnGroups> TrainingLoop::DrawGroups(const std::ve
   for (std::size_t g = 0; g < prompts.size(); ++g) {
     if (!prompts[g].messages.empty()) score(g, drawn.rollouts[g]);
   }
-  const absl::Time reward_begin = absl::Now();
+  const MonotonicTime reward_begin = MonotonicTime::Now();
   absl::StatusOr<std::vector<RewardTable>> rewards = scorer_->Finish();
   ReportFailures(scorer_->TakeFailures());
   TANDEM_ASSIGN_OR_RETURN(drawn.rewards, std::move(rewards));
@@ -309,7 +329,7 @@ bool TrainingLoop::IsFlat(const ScoredGroup& group) const {
 // The next prompts of the stream; flat groups go to `flat` where they may be replaced.
 absl::Status TrainingLoop::DrawRound(std::uint64_t step, std::size_t num_prompts, DrawnStep* drawn,
                                      std::vector<ScoredGroup>* flat) {
-  const absl::Time begin = absl::Now();
+  const MonotonicTime begin = MonotonicTime::Now();
   const v1::RolloutConfig& rollout = plan_.spec.rollout();
   TANDEM_ASSIGN_OR_RETURN(std::vector<Prompt> prompts, prompts_->Draw(state_.prompt_cursor + drawn->num_prompts, num_prompts));
   TANDEM_RETURN_IF_ERROR(CheckPrompts(prompts, *plan_.data, rollout.sampling().max_tokens()));
@@ -352,7 +372,7 @@ absl::StatusOr<DrawnStep> TrainingLoop::DrawStep(std::uint64_t step) {
 }
 
 absl::Status TrainingLoop::RunStep() {
-  const absl::Time begin = absl::Now();
+  const MonotonicTime begin = MonotonicTime::Now();
   const std::uint64_t step = state_.step + 1;
   environment_.on_phase("rollout");
   TANDEM_RETURN_IF_ERROR(EnsurePublished());
@@ -362,12 +382,13 @@ absl::Status TrainingLoop::RunStep() {
   const std::vector<ScoredGroup>& groups = drawn.groups;
   ObserveGeneration();
 
-  const absl::Time train_begin = absl::Now();
+  const MonotonicTime train_begin = MonotonicTime::Now();
   RewardTable table;
   for (const ScoredGroup& group : groups) table.insert(table.end(), group.rewards.begin(), group.rewards.end());
   TANDEM_ASSIGN_OR_RETURN(const std::vector<RewardMetrics> functions, plan_.rewards->Summarize(table));
   environment_.on_phase("training");
   TANDEM_ASSIGN_OR_RETURN(const StepReport report, Train(step, groups));
+  if (report.peak_bytes > 0) has_evaluated_in_phase_ = false;
   if (moves_reference() && step % plan_.spec.loss().reference_sync().interval_steps() == 0)
     TANDEM_RETURN_IF_ERROR(SyncReference());
 
@@ -388,7 +409,6 @@ absl::Status TrainingLoop::RunStep() {
                      .values = StepValues(plan_, state_, prompts_->num_rows(), drawn, functions, report),
                      .times = {}};
   const double step_seconds = SecondsSince(begin);
-  if (report.peak_bytes > 0) has_evaluated_in_phase_ = false;
   recent_step_seconds_.push_back(step_seconds);
   if (recent_step_seconds_.size() > kRecentSteps) recent_step_seconds_.erase(recent_step_seconds_.begin());
   const double pass_seconds = std::max(absl::ToDoubleSeconds(report.forward_time + report.backward_time), 1e-9);

@@ -51,6 +51,7 @@ struct LoopEnvironment {
   int reward_workers = 1;                   // groups scored at a time
   std::function<std::unique_ptr<PhaseMemory>(std::span<std::byte> elastic)> enter_arena;  // may be empty
   std::function<void(const std::string& phase)> on_phase;                                 // "rollout", "training"
+  std::function<std::string(const std::string& job)> directory_of;                        // of a job's files
 };
 
 // A piece of the standing region, given back with its owner.
@@ -109,6 +110,7 @@ class TrainingLoop {
   enum class StepPieces { kUsual, kSmaller };
   absl::Status MakeTrainer(StepPieces pieces);
   absl::Status LoadStartAdapter();
+  absl::StatusOr<std::vector<std::byte>> ReadStartAdapter() const;
   absl::Status ResumeOrBegin(const std::string& directory);
   absl::Status EnsurePublished();
   // Groups of the prompts, each scored while others are still drawn.
@@ -160,8 +162,8 @@ class TrainingLoop {
   CheckpointState state_;  // of the last step boundary
   std::vector<double> recent_step_seconds_;
   std::map<std::string, std::uint64_t> peak_bytes_;  // by owner, since the job began here
-};
-
   // The KV cache's peak since training last held the elastic region is not of one step's rollouts alone, as the plan is.
   bool has_evaluated_in_phase_ = false;
+};
+
 }  // namespace tandem

@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "common/base/check.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/rpc/channel.h"
 
@@ -18,19 +18,19 @@ RolloutPeer::RolloutPeer(Options options)
     : options_(std::move(options)), stub_(v1::RolloutService::NewStub(MakeChannel(options_.address))) {}
 
 absl::Status RolloutPeer::WaitUntilServing() {
-  const absl::Time begin = absl::Now();
-  const absl::Time deadline = begin + options_.patience;
+  const MonotonicTime begin = MonotonicTime::Now();
+  const MonotonicTime deadline = begin + options_.patience;
   bool is_reported = false;
   absl::Status result;
   while (true) {
     if (options_.is_attached()) {
       grpc::ClientContext context;
-      context.set_deadline(absl::ToChronoTime(absl::Now() + kStatusTimeout));
+      context.set_deadline(GrpcDeadline(MonotonicTime::Now() + kStatusTimeout));
       ScopedCall call(this, &context);
       v1::RolloutStatus status;
       if (stub_->GetStatus(&context, v1::RolloutStatusRequest(), &status).ok()) break;
     }
-    if (absl::Now() >= deadline) {
+    if (MonotonicTime::Now() >= deadline) {
       result = absl::DeadlineExceededError(absl::StrCat("rollout_server at ", options_.address, " has not come back within ",
                                                         absl::FormatDuration(options_.patience)));
       break;
@@ -49,7 +49,7 @@ absl::Status RolloutPeer::WaitUntilServing() {
   }
   if (is_reported) {
     SetWaiting("");
-    TANDEM_LOG(kInfo, "rollout", "waited for rollout_server seconds=", absl::ToDoubleSeconds(absl::Now() - begin),
+    TANDEM_LOG(kInfo, "rollout", "waited for rollout_server seconds=", absl::ToDoubleSeconds(MonotonicTime::Now() - begin),
                " result=", result.ok() ? "back" : std::string(result.message()));
   }
   return result;
@@ -57,17 +57,17 @@ absl::Status RolloutPeer::WaitUntilServing() {
 
 absl::StatusOr<v1::RolloutStatus> RolloutPeer::GetStatus() const {
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + kStatusTimeout));
+  context.set_deadline(GrpcDeadline(MonotonicTime::Now() + kStatusTimeout));
   v1::RolloutStatus status;
   TANDEM_RETURN_IF_ERROR(FromGrpc(stub_->GetStatus(&context, v1::RolloutStatusRequest(), &status)));
   return status;
 }
 
 absl::Status RolloutPeer::Pause(absl::Duration duration) {
-  const absl::Time until = absl::Now() + duration;
+  const MonotonicTime until = MonotonicTime::Now() + duration;
   MutexLock lock(&mutex_);
   while (!is_interrupted_) {
-    const absl::Duration left = until - absl::Now();
+    const absl::Duration left = until - MonotonicTime::Now();
     if (left <= absl::ZeroDuration()) return absl::OkStatus();
     interrupted_.WaitFor(&mutex_, left);
   }
@@ -91,9 +91,15 @@ void RolloutPeer::Interrupt() {
   interrupted_.SignalAll();
 }
 
+void RolloutPeer::SetCancelled(bool is_cancelled) {
+  MutexLock lock(&mutex_);
+  is_cancelled_ = is_cancelled;
+  if (is_cancelled_ && call_ != nullptr) call_->TryCancel();
+}
+
 bool RolloutPeer::is_interrupted() const {
   MutexLock lock(&mutex_);
-  return is_interrupted_;
+  return is_interrupted_ || is_cancelled_;
 }
 
 void RolloutPeer::SetImpatient(bool is_impatient) {
@@ -107,7 +113,7 @@ RolloutPeer::ScopedCall::ScopedCall(RolloutPeer* peer, grpc::ClientContext* cont
   TANDEM_CHECK(peer_->call_ == nullptr, "one call at a time");
   peer_->call_ = context;
   // gRPC keeps a cancellation that comes before the call starts.
-  if (peer_->is_interrupted_) context->TryCancel();
+  if (peer_->is_interrupted_ || peer_->is_cancelled_) context->TryCancel();
 }
 
 RolloutPeer::ScopedCall::~ScopedCall() {

@@ -50,6 +50,9 @@ class RolloutPeer {
 
   // Ends the call and the wait under way and every later one: the daemon stops.
   void Interrupt();
+  // While set, calls end at once: the job is cancelled. What waits without a call does not hear of it.
+  void SetCancelled(bool is_cancelled);
+  // By either: work for the job may end.
   bool is_interrupted() const;
   // While set, WaitUntilServing gives up where it would have to wait: the job is asked to pause or to end.
   void SetImpatient(bool is_impatient);
@@ -62,6 +65,7 @@ class RolloutPeer {
   mutable Mutex mutex_;
   CondVar interrupted_;
   bool is_interrupted_ ABSL_GUARDED_BY(mutex_) = false;
+  bool is_cancelled_ ABSL_GUARDED_BY(mutex_) = false;
   bool is_impatient_ ABSL_GUARDED_BY(mutex_) = false;
   grpc::ClientContext* call_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::string waiting_for_ ABSL_GUARDED_BY(mutex_);

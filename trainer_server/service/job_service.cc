@@ -7,6 +7,7 @@
 #include "absl/strings/str_join.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
+#include "common/gpu/device.h"
 #include "common/rpc/channel.h"
 #include "google/protobuf/text_format.h"
 #include "trainer_server/checkpoint/checkpoint_store.h"
@@ -18,6 +19,7 @@ namespace {
 
 constexpr std::size_t kPieceBytes = kMiB;
 constexpr std::uint32_t kMaxPageSize = 100;
+constexpr std::size_t kMaxListedStates = 6;  // each once
 
 bool HasEnded(v1::JobState state) {
   return state == v1::JOB_STATE_SUCCEEDED || state == v1::JOB_STATE_FAILED || state == v1::JOB_STATE_CANCELLED;
@@ -170,14 +172,24 @@ absl::Status JobService::MeasureSubmitted(JobPlan* plan) const {
   return absl::OkStatus();
 }
 
-grpc::Status JobService::Submit(grpc::ServerContext*, const v1::SubmitRequest* request, v1::SubmitResponse* response) {
-  auto plan = PlanJob(request->job_text(), options_.surroundings, JobOrigin::kSubmitted);
+absl::StatusOr<JobPlan> JobService::PlanFor(const grpc::ServerContext& context, const std::string& job_text,
+                                            std::string* submitter) const {
+  TANDEM_ASSIGN_OR_RETURN(const Caller caller, options_.access->CallerOf(context));
+  if (submitter != nullptr) *submitter = caller.name;
+  JobSurroundings surroundings = options_.surroundings;
+  surroundings.find_job = [&](const std::string& id_or_name) { return store_->Find(id_or_name, caller.name); };
+  return PlanJob(job_text, surroundings, JobOrigin::kSubmitted);
+}
+
+grpc::Status JobService::Submit(grpc::ServerContext* context, const v1::SubmitRequest* request, v1::SubmitResponse* response) {
+  std::string submitter;
+  auto plan = PlanFor(*context, request->job_text(), &submitter);
   if (!plan.ok()) return ToGrpc(plan.status());
   if (const absl::Status measured = MeasureSubmitted(&*plan); !measured.ok()) return ToGrpc(measured);
   if (const absl::Status fits = CheckMemory(plan->memory); !fits.ok()) return ToGrpc(fits);
   const auto text = JobText(*plan);
   if (!text.ok()) return ToGrpc(text.status());
-  const auto job = store_->Add(plan->spec, *text);
+  const auto job = store_->Add(plan->spec, *text, submitter);
   if (!job.ok()) return ToGrpc(job.status());
   runner_->Notify();
   response->set_job(*job);
@@ -186,8 +198,8 @@ grpc::Status JobService::Submit(grpc::ServerContext*, const v1::SubmitRequest* r
   return grpc::Status::OK;
 }
 
-grpc::Status JobService::Plan(grpc::ServerContext*, const v1::PlanRequest* request, v1::PlanResponse* response) {
-  auto plan = PlanJob(request->job_text(), options_.surroundings, JobOrigin::kSubmitted);
+grpc::Status JobService::Plan(grpc::ServerContext* context, const v1::PlanRequest* request, v1::PlanResponse* response) {
+  auto plan = PlanFor(*context, request->job_text(), nullptr);
   if (!plan.ok()) return ToGrpc(plan.status());
   plan->needs.live_sequences = request->live_sequences();
   if (const absl::Status measured = MeasureSubmitted(&*plan); !measured.ok()) return ToGrpc(measured);
@@ -214,12 +226,18 @@ grpc::Status JobService::ListJobs(grpc::ServerContext*, const v1::ListJobsReques
     before = ordinal;
   }
   const std::uint32_t page = request->page_size() == 0 ? kMaxPageSize : std::min(request->page_size(), kMaxPageSize);
-  const auto jobs = store_->List(static_cast<int>(page), before);
-  if (!jobs.ok()) return ToGrpc(jobs.status());
-  for (const StoredJob& job : *jobs) {
-    const auto status = runner_->StatusOf(job.status.job());
-    *response->add_jobs() = status.ok() ? *status : job.status;
+  std::vector<v1::JobState> states;
+  for (const int state : request->states()) {
+    if (state == v1::JOB_STATE_UNSPECIFIED || !v1::JobState_IsValid(state))
+      return ToGrpc(absl::InvalidArgumentError(absl::StrCat("states: ", state, "; must be states of a job")));
+    states.push_back(static_cast<v1::JobState>(state));
   }
+  if (states.size() > kMaxListedStates)
+    return ToGrpc(
+        absl::InvalidArgumentError(absl::StrCat("states: ", states.size(), " of them; must be at most ", kMaxListedStates)));
+  const auto jobs = store_->List(static_cast<int>(page), before, states);
+  if (!jobs.ok()) return ToGrpc(jobs.status());
+  for (const StoredJob& job : *jobs) *response->add_jobs() = runner_->StatusOf(job);
   if (jobs->size() == page) response->set_next_page_token(absl::StrCat(jobs->back().ordinal));
   return grpc::Status::OK;
 }
@@ -243,9 +261,11 @@ grpc::Status JobService::Watch(grpc::ServerContext* context, const v1::WatchRequ
                                grpc::ServerWriter<v1::WatchResponse>* writer) {
   const StreamPlace place(&num_streams_);
   if (!place.status().ok()) return place.status();
-  HistoryReader history(runner_->DirectoryOf(request->job()));
+  if (const auto job = store_->Get(request->job()); !job.ok()) return ToGrpc(job.status());
+  HistoryReader history(runner_->DirectoryOf(request->job()), request->stride_steps());
   v1::JobStatus sent;
   std::uint64_t next_step = request->from_step(), change = 0;
+  if (next_step > 0) history.Seek(next_step - 1);
   while (!context->IsCancelled()) {
     // The status first: when it says that the job has ended, the history read after it is whole.
     const auto status = runner_->StatusOf(request->job());
@@ -270,31 +290,44 @@ grpc::Status JobService::Watch(grpc::ServerContext* context, const v1::WatchRequ
   return grpc::Status::CANCELLED;
 }
 
-grpc::Status JobService::Cancel(grpc::ServerContext*, const v1::CancelRequest* request, v1::JobStatus* response) {
-  const absl::Status done = store_->Cancel(request->job());
-  if (!done.ok()) return ToGrpc(done);
+grpc::Status JobService::ChangeJob(const grpc::ServerContext& context, const std::string& job,
+                                   const std::function<absl::Status()>& change, v1::JobStatus* response) {
+  const absl::StatusOr<Caller> caller = options_.access->CallerOf(context);
+  if (!caller.ok()) return ToGrpc(caller.status());
+  const absl::StatusOr<StoredJob> stored = store_->Get(job);
+  if (!stored.ok()) return ToGrpc(stored.status());
+  const std::string& submitter = stored->status.submitter();
+  if (caller->role < AccessRole::kAdminister && caller->name != submitter) {
+    return ToGrpc(absl::PermissionDeniedError(
+        absl::StrCat("job ", job, " was submitted by ", submitter.empty() ? "nobody known" : submitter, "; ", caller->name,
+                     " has the role ", AccessRoleName(caller->role), ", and others' jobs need the role administer")));
+  }
+  if (const absl::Status done = change(); !done.ok()) return ToGrpc(done);
   runner_->Notify();
-  const auto status = runner_->StatusOf(request->job());
+  const auto status = runner_->StatusOf(job);
   if (status.ok()) *response = *status;
   return ToGrpc(status.status());
 }
 
-grpc::Status JobService::Pause(grpc::ServerContext*, const v1::PauseRequest* request, v1::JobStatus* response) {
-  const absl::Status done = store_->Pause(request->job());
-  if (!done.ok()) return ToGrpc(done);
-  runner_->Notify();
-  const auto status = runner_->StatusOf(request->job());
-  if (status.ok()) *response = *status;
-  return ToGrpc(status.status());
+grpc::Status JobService::Cancel(grpc::ServerContext* context, const v1::CancelRequest* request, v1::JobStatus* response) {
+  return ChangeJob(
+      *context, request->job(), [&] { return store_->Cancel(request->job()); }, response);
 }
 
-grpc::Status JobService::Resume(grpc::ServerContext*, const v1::ResumeRequest* request, v1::JobStatus* response) {
-  const absl::Status done = store_->Resume(request->job());
-  if (!done.ok()) return ToGrpc(done);
-  runner_->Notify();
-  const auto status = runner_->StatusOf(request->job());
-  if (status.ok()) *response = *status;
-  return ToGrpc(status.status());
+grpc::Status JobService::Pause(grpc::ServerContext* context, const v1::PauseRequest* request, v1::JobStatus* response) {
+  return ChangeJob(
+      *context, request->job(), [&] { return store_->Pause(request->job()); }, response);
+}
+
+grpc::Status JobService::Resume(grpc::ServerContext* context, const v1::ResumeRequest* request, v1::JobStatus* response) {
+  return ChangeJob(
+      *context, request->job(), [&] { return store_->Resume(request->job()); }, response);
+}
+
+grpc::Status JobService::SetPriority(grpc::ServerContext* context, const v1::SetPriorityRequest* request,
+                                     v1::JobStatus* response) {
+  return ChangeJob(
+      *context, request->job(), [&] { return store_->SetPriority(request->job(), request->priority()); }, response);
 }
 
 grpc::Status JobService::Completions(grpc::ServerContext* context, const v1::CompletionsRequest* request,
@@ -370,16 +403,19 @@ grpc::Status JobService::Export(grpc::ServerContext* context, const v1::ExportRe
 }
 
 grpc::Status JobService::GetStatus(grpc::ServerContext*, const v1::TrainerStatusRequest*, v1::TrainerStatus* response) {
-  const auto num_queued = store_->CountQueued();
-  if (!num_queued.ok()) return ToGrpc(num_queued.status());
   response->set_model(options_.model.config.name);
   response->set_device(options_.device);
   response->set_running_job(runner_->running_job());
   response->set_phase(runner_->phase());
-  response->set_queued_jobs(static_cast<std::uint32_t>(*num_queued));
+  const QueueDepth depth = store_->depth();
+  response->set_queued_jobs(static_cast<std::uint32_t>(depth.ready + depth.blocked));
   for (v1::OwnedBytes& entry : runner_->Ledger()) *response->add_ledger() = std::move(entry);
   response->set_lease_epoch(options_.member->lease().epoch());
   response->set_is_peer_attached(options_.member->is_peer_attached());
+  if (const auto use = DriverMemory(options_.member->device()); use.ok()) {
+    response->set_device_total_bytes(use->total_bytes);
+    response->set_device_free_bytes(use->free_bytes);
+  }
   return grpc::Status::OK;
 }
 

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 
+#include "common/rpc/access.h"
 #include "proto/job.grpc.pb.h"
 #include "trainer_server/job/content_store.h"
 #include "trainer_server/job/job_plan.h"
@@ -21,6 +23,7 @@ class JobService final : public v1::JobService::Service {
     std::string model_path;  // as --model says; may be empty
     std::string device;
     PoolMember* member = nullptr;
+    std::shared_ptr<Access> access;  // who calls
   };
   static constexpr int kMaxStreams = 64;  // Watch, Upload, Completions and Export calls at a time
 
@@ -41,6 +44,7 @@ class JobService final : public v1::JobService::Service {
   grpc::Status Cancel(grpc::ServerContext* context, const v1::CancelRequest* request, v1::JobStatus* response) override;
   grpc::Status Pause(grpc::ServerContext* context, const v1::PauseRequest* request, v1::JobStatus* response) override;
   grpc::Status Resume(grpc::ServerContext* context, const v1::ResumeRequest* request, v1::JobStatus* response) override;
+  grpc::Status SetPriority(grpc::ServerContext* context, const v1::SetPriorityRequest* request, v1::JobStatus* response) override;
   grpc::Status Completions(grpc::ServerContext* context, const v1::CompletionsRequest* request,
                            grpc::ServerWriter<v1::CompletionRecord>* writer) override;
   grpc::Status Export(grpc::ServerContext* context, const v1::ExportRequest* request,
@@ -51,6 +55,11 @@ class JobService final : public v1::JobService::Service {
  private:
   // One of kMaxStreams places; RAII. Errors: RESOURCE_EXHAUSTED.
   class StreamPlace;
+  // A plan for whoever calls, with memory and micro-batches; `submitter` may be null.
+  absl::StatusOr<JobPlan> PlanFor(const grpc::ServerContext& context, const std::string& job_text, std::string* submitter) const;
+  // Does `change` where the caller is the job's submitter or administers; what the job then is. Errors: PERMISSION_DENIED.
+  grpc::Status ChangeJob(const grpc::ServerContext& context, const std::string& job, const std::function<absl::Status()>& change,
+                         v1::JobStatus* response);
   // Memory and micro-batches of a plan that was made to be submitted.
   absl::Status MeasureSubmitted(JobPlan* plan) const;
 

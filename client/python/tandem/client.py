@@ -12,11 +12,13 @@ from . import connection, contracts
 from .connection import TandemError
 
 PIECE_BYTES = 1 << 20
+JOBS_PER_PAGE = 100
 MAX_JOB_FILE_BYTES = 256 << 10
-UPLOAD_ATTEMPTS = 10  # in a row that bring nothing
+UPLOAD_PATIENCE_SECONDS = 120  # without a byte more
 UPLOAD_RETRY_SECONDS = 1.0
+AWAY = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
 CHECK_SECONDS = 600  # of submit and plan at least: every row is read, every file of rewards imported
-PATIENCE_SECONDS = 600  # of watch, without a single event
+PATIENCE_SECONDS = 600  # of watch, since the connection broke
 _ENDED = ("succeeded", "failed", "cancelled")
 
 
@@ -33,6 +35,7 @@ class Client:
         self.trainer = found.trainer
         self.timeout = timeout
         self._channel = found.channel()
+        self._metadata = found.metadata()
 
     def close(self):
         self._channel.close()
@@ -59,18 +62,26 @@ class Client:
         request = contracts.PlanRequest(job_text=text_format.MessageToString(self._complete(job, rewards, fields)))
         return self._call("Plan", request, max(self.timeout, CHECK_SECONDS))
 
-    def jobs(self):
-        """All jobs, newest first: a list of contracts.JobStatus."""
+    def jobs(self, states=(), limit=None):
+        """All jobs, newest first: a list of contracts.JobStatus. `states`: only those in any of them, as ["queued", "running"]. `limit`:
+        so many at most."""
+        numbers = [contracts.enum_number("JobState", state, "JOB_STATE_") for state in states]
         jobs, token = [], ""
-        while True:
-            page = self._call("ListJobs", contracts.ListJobsRequest(page_token=token))
+        while limit is None or len(jobs) < limit:
+            size = JOBS_PER_PAGE if limit is None else min(limit - len(jobs), JOBS_PER_PAGE)
+            page = self._call("ListJobs", contracts.ListJobsRequest(page_size=size, page_token=token, states=numbers))
             jobs += page.jobs
             token = page.next_page_token
             if not token:
-                return jobs
+                break
+        return jobs
 
     def job(self, job):
         return self._call("GetJob", contracts.GetJobRequest(job=str(job)))
+
+    def show(self, job):
+        """The job with its file as it was stored: a contracts.JobDescription."""
+        return self._call("Describe", contracts.GetJobRequest(job=str(job)))
 
     def pause(self, job):
         return self._call("Pause", contracts.PauseRequest(job=str(job)))
@@ -81,22 +92,28 @@ class Client:
     def cancel(self, job):
         return self._call("Cancel", contracts.CancelRequest(job=str(job)))
 
+    def set_priority(self, job, priority):
+        """Of a job that is queued or paused, -100 to 100: the highest goes first."""
+        return self._call("SetPriority", contracts.SetPriorityRequest(job=str(job), priority=priority))
+
     def watch(self, job, from_step=0):
         """Yields contracts.WatchResponse until the job ends; a trainer that restarts is waited for. Raises TandemError, of code
         ABORTED when the job failed or was cancelled."""
-        last_event = time.monotonic()
+        broken = time.monotonic()
         while True:
-            ended = None
+            ended, is_answered = None, False
             try:
                 for event in self._stream("Watch", contracts.WatchRequest(job=str(job), from_step=from_step), timeout=None):
-                    last_event = time.monotonic()
+                    is_answered = True
                     if event.HasField("step"):
                         from_step = event.step.step + 1
                     elif event.HasField("status") and state_of(event.status) in _ENDED:
                         ended = event.status
                     yield event
             except TandemError as error:
-                if error.code != "UNAVAILABLE" or time.monotonic() - last_event > PATIENCE_SECONDS:
+                if is_answered:
+                    broken = time.monotonic()
+                if error.code != "UNAVAILABLE" or time.monotonic() - broken > PATIENCE_SECONDS:
                     raise
             if ended is not None:
                 if state_of(ended) != "succeeded":
@@ -175,28 +192,27 @@ class Client:
             while piece := file.read(PIECE_BYTES):
                 digest.update(piece)
         sha256 = digest.hexdigest()
-        furthest, attempt, error = 0, 0, None
-        while attempt < UPLOAD_ATTEMPTS:
-            if attempt > 0:
+        furthest, error, progress = 0, None, time.monotonic()
+        while error is None or time.monotonic() - progress < UPLOAD_PATIENCE_SECONDS:
+            if error is not None:
                 time.sleep(UPLOAD_RETRY_SECONDS)
-            attempt += 1
             try:
                 answer = self._call("HasContent", contracts.HasContentRequest(sha256=sha256))
             except TandemError as asked:
-                if error is None or asked.code != "UNAVAILABLE":  # no upload has begun
+                if error is None or asked.code not in AWAY:  # no upload has begun
                     raise
                 continue
             if answer.present:
                 return sha256
             if answer.partial_bytes > furthest:
-                furthest, attempt = answer.partial_bytes, 1
+                furthest, progress = answer.partial_bytes, time.monotonic()
             try:
                 self._send(path, sha256, answer.partial_bytes)
                 return sha256
             except TandemError as sent:
                 error = sent
                 # What was there may have been other bytes: the store has dropped it then.
-                if sent.code not in ("UNAVAILABLE", "ABORTED") and not (sent.code == "INVALID_ARGUMENT" and answer.partial_bytes):
+                if sent.code not in (*AWAY, "ABORTED") and not (sent.code == "INVALID_ARGUMENT" and answer.partial_bytes):
                     break
         raise error
 
@@ -213,18 +229,19 @@ class Client:
 
         where, request, response = contracts.method("JobService", "Upload")
         call = self._channel.stream_unary(where, request.SerializeToString, response.FromString)
-        self._guard(lambda: call(pieces(), timeout=60 + size / PIECE_BYTES), f"uploading {path}: ")
+        self._guard(lambda: call(pieces(), timeout=60 + size / PIECE_BYTES, metadata=self._metadata), f"uploading {path}: ")
 
     # ---- Calls ---------------------------------------------------------------------------------------------------------------
 
     def _call(self, name, request, timeout=None):
         path, request_class, response_class = contracts.method("JobService", name)
         call = self._channel.unary_unary(path, request_class.SerializeToString, response_class.FromString)
-        return self._guard(lambda: call(request, timeout=timeout or self.timeout))
+        return self._guard(lambda: call(request, timeout=timeout or self.timeout, metadata=self._metadata))
 
     def _stream(self, name, request, timeout=600):
         path, request_class, response_class = contracts.method("JobService", name)
-        stream = self._channel.unary_stream(path, request_class.SerializeToString, response_class.FromString)(request, timeout=timeout)
+        call = self._channel.unary_stream(path, request_class.SerializeToString, response_class.FromString)
+        stream = call(request, timeout=timeout, metadata=self._metadata)
         try:
             while True:
                 try:

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 
 import grpc
 
+try:
+    import pwd
+except ImportError:  # not of this system
+    pwd = None
+
 FIELDS = ("trainer", "rollout", "ca", "cert", "key", "token_file")
 PATHS = FIELDS[2:]
 MAX_FILE_BYTES = 1 << 20
@@ -28,9 +33,26 @@ class Connection:
     key: bytes = field(default=b"", repr=False)
     token: str = field(default="", repr=False)
 
+    def is_over_tls(self):
+        return bool(self.ca) and not self.trainer.startswith("unix:")
+
+    def metadata(self):
+        """Within the node a call names the user; over TLS the server knows who calls."""
+        if pwd is None or self.is_over_tls():
+            return []
+        try:
+            return [("tandem-user", pwd.getpwuid(os.geteuid()).pw_name)]
+        except KeyError:
+            return []
+
     def channel(self):
-        options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.keepalive_time_ms", 30000), ("grpc.keepalive_timeout_ms", 20000)]
-        if not self.ca or self.trainer.startswith("unix:"):
+        options = [
+            ("grpc.max_receive_message_length", 4 << 20),
+            ("grpc.keepalive_time_ms", 10000),
+            ("grpc.keepalive_timeout_ms", 10000),
+            ("grpc.http2.max_pings_without_data", 0),  # no bound: a stream may be silent for hours
+        ]
+        if not self.is_over_tls():
             return grpc.insecure_channel(self.trainer, options=options)
         credentials = grpc.ssl_channel_credentials(self.ca, self.key or None, self.cert or None)
         if self.token:

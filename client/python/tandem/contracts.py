@@ -41,6 +41,14 @@ def enum_name(enum, number, prefix):
     return value.name[len(prefix):].lower()
 
 
+def enum_number(enum, word, prefix):
+    """"failed" as JOB_STATE_FAILED. Raises ValueError."""
+    values = _pool.FindEnumTypeByName(_PACKAGE + enum).values_by_name
+    if prefix + word.upper() not in values:
+        raise ValueError(f"'{word}' is none of {', '.join(name[len(prefix):].lower() for name in values)}")
+    return values[prefix + word.upper()].number
+
+
 def method(service, name):
     """Path, request class, response class of an RPC."""
     found = _pool.FindServiceByName(_PACKAGE + service).methods_by_name[name]

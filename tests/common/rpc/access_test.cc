@@ -1,6 +1,7 @@
 // Real TLS on the loopback device, with certificates made by openssl. The services behind it answer UNIMPLEMENTED, so that an
 // RPC that was let through and one that was refused differ.
 #include "common/rpc/access.h"
+#include "common/base/clock.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -62,7 +63,7 @@ class Server {
     EXPECT_NE(server_, nullptr);
     address_ = absl::StrCat("127.0.0.1:", port);
   }
-  ~Server() { server_->Shutdown(absl::ToChronoTime(absl::Now())); }
+  ~Server() { server_->Shutdown(GrpcDeadline(MonotonicTime::Now())); }
   const std::string& address() const { return address_; }
 
  private:
@@ -77,7 +78,7 @@ class Server {
 // Sends an empty message, or one that names the job "j-1" where the RPC has one.
 grpc::Status Call(const std::shared_ptr<grpc::Channel>& channel, const std::string& method) {
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(10)));
+  context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(10)));
   v1::GetJobRequest request;
   request.set_job("j-1");
   v1::JobStatus response;
@@ -216,9 +217,9 @@ TEST_F(AccessTest, CertificatesAreReadAgainWithoutARestart) {
   const Server server(options);
   EXPECT_TRUE(Call(MakeChannel(server.address(), Security("ca", "", "v")), kGetJob).ok());
   MakeCertificate(directory_->path(), "other_ca", "renewed");
-  const absl::Time deadline = absl::Now() + absl::Seconds(20);
+  const MonotonicTime deadline = MonotonicTime::Now() + absl::Seconds(20);
   bool is_renewed = false;
-  while (!is_renewed && absl::Now() < deadline) {
+  while (!is_renewed && MonotonicTime::Now() < deadline) {
     is_renewed = Call(MakeChannel(server.address(), Security("other_ca", "", "v")), kGetJob).ok();
     if (!is_renewed) absl::SleepFor(absl::Milliseconds(100));
   }
@@ -274,15 +275,15 @@ TEST_F(AccessTest, TooManyCallsOfOneNameAreRefusedAndOfOthersNot) {
 
 TEST(RateLimit, LetsABurstThroughThenTheRateAndIsBounded) {
   RateLimit limit(10);
-  absl::Time now = absl::FromUnixSeconds(1000);
+  MonotonicTime now = MonotonicTime::Now();
   for (int i = 0; i < 20; ++i) EXPECT_EQ(limit.Take("a", now), RateLimit::Answer::kYes) << i;
   EXPECT_EQ(limit.Take("a", now), RateLimit::Answer::kNo);
   EXPECT_EQ(limit.Take("a", now), RateLimit::Answer::kNoAgain);
   EXPECT_EQ(limit.Take("b", now), RateLimit::Answer::kYes);
-  now += absl::Milliseconds(150);
+  now = now + absl::Milliseconds(150);
   EXPECT_EQ(limit.Take("a", now), RateLimit::Answer::kYes);
   EXPECT_EQ(limit.Take("a", now), RateLimit::Answer::kNo);
-  EXPECT_EQ(limit.Take("a", now - absl::Hours(1)), RateLimit::Answer::kNoAgain);  // the clock jumps back
+  EXPECT_EQ(limit.Take("a", now), RateLimit::Answer::kNoAgain);
   for (std::size_t i = 0; i < 2 * RateLimit::kMaxNames; ++i) limit.Take(absl::StrCat("n", i), now);
   // Names beyond the bound share one place, which is empty by now.
   EXPECT_NE(limit.Take("yet another", now), RateLimit::Answer::kYes);
@@ -304,14 +305,28 @@ TEST_F(AccessTest, EveryCallOverTlsIsAnAuditLineAndLocalOnesThatChangeJobs) {
                   ".* I .* audit: name=sam role=submit certificate='laptop' peer=ipv4:127.0.0.1:[0-9]+ rpc=JobService.GetJob "
                   "job='j-1' result=OK seconds=[0-9.e-]+\n"));
   EXPECT_THAT(log_of(remote, "/tandem.v1.JobService/Submit"), HasSubstr("rpc=JobService.Submit job='made-1' result=OK"));
-  EXPECT_THAT(log_of(remote, "/tandem.v1.JobService/Cancel"),
-              HasSubstr(" W tandem audit: refused name=sam role=submit certificate='laptop' rpc=JobService.Cancel "
+  const auto viewer = MakeChannel(server.address(), Security("ca", "laptop", "v"));
+  EXPECT_THAT(log_of(viewer, "/tandem.v1.JobService/Cancel"),
+              HasSubstr(" W tandem audit: refused name=vera role=view certificate='laptop' rpc=JobService.Cancel "
                         "result=PERMISSION_DENIED\n"));
   EXPECT_THAT(
       log_of(local, "/tandem.v1.JobService/Cancel"),
       ::testing::ContainsRegex("name=\\(local\\) role=operator certificate='' peer=unix:.* rpc=JobService.Cancel job='j-1' "
                                "result=UNIMPLEMENTED"));
   EXPECT_EQ(log_of(local, kGetJob), "");
+  const auto log_of_user = [&](const std::shared_ptr<grpc::Channel>& channel, const std::string& user) {
+    ::testing::internal::CaptureStderr();
+    grpc::ClientContext context;
+    context.AddMetadata(kUserHeader, user);
+    v1::SubmitResponse response;
+    v1::JobService::NewStub(channel)->Submit(&context, v1::SubmitRequest(), &response);
+    absl::SleepFor(absl::Milliseconds(20));
+    return ::testing::internal::GetCapturedStderr();
+  };
+  EXPECT_THAT(log_of_user(local, "eve"), HasSubstr("name=eve role=operator"));
+  for (const std::string& user : {std::string("two words"), std::string("x name=ada role=administer"), std::string(65, 'x')})
+    EXPECT_THAT(log_of_user(local, user), HasSubstr("name=(local) role=operator")) << user;
+  EXPECT_THAT(log_of_user(remote, "eve"), HasSubstr("name=sam role=submit")) << "over TLS the header says nothing";
   EXPECT_EQ(log_of(local, "/tandem.v1.PoolService/AcquireLease"), "");
   EXPECT_EQ(Call(local, "/tandem.v1.PoolService/AcquireLease").error_code(), grpc::UNIMPLEMENTED);
 }

@@ -1,5 +1,6 @@
 // A daemon of no rooms, in a process of its own: this binary, started again with flags.
 #include "common/rpc/daemon.h"
+#include "common/base/clock.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -11,24 +12,27 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <string>
 #include <vector>
 
-#include "absl/time/clock.h"
 #include "common/rpc/channel.h"
+#include "grpcpp/impl/codegen/client_unary_call.h"
+#include "proto/job.pb.h"
 
 namespace tandem {
 namespace {
 
 absl::StatusOr<int> ServeNothing(const DaemonConfig& config) {
   if (config.pool.model_path == "absent") return absl::NotFoundError("no such model");
+  const auto access = Access::Create(config.access);
   const auto metrics = Metrics::Create(config.metrics_address);
   std::atomic<bool> is_stopped = false;
-  const absl::Time begin = absl::Now();
+  const MonotonicTime begin = MonotonicTime::Now();
   return Daemon::Serve(
-      config, metrics->get(), nullptr, {}, [](int port) { std::printf("port %d\n", port), std::fflush(stdout); },
+      config, *access, metrics->get(), nullptr, {}, [](int port) { std::printf("port %d\n", port), std::fflush(stdout); },
       [&] {
-        const bool fails = config.pool.model_path == "fail" && absl::Now() - begin > absl::Milliseconds(100);
+        const bool fails = config.pool.model_path == "fail" && MonotonicTime::Now() - begin > absl::Milliseconds(100);
         return fails ? absl::InternalError("engine gave up") : absl::OkStatus();
       },
       [&] {
@@ -75,8 +79,8 @@ class DaemonProcess {
   }
   // What it wrote, once it holds `part`, or has ended, or after 10 s.
   std::string ReadUntil(const std::string& part) {
-    const absl::Time deadline = absl::Now() + absl::Seconds(10);
-    while (text_.find(part) == std::string::npos && absl::Now() < deadline) {
+    const MonotonicTime deadline = MonotonicTime::Now() + absl::Seconds(10);
+    while (text_.find(part) == std::string::npos && MonotonicTime::Now() < deadline) {
       pollfd entry{.fd = out_, .events = POLLIN, .revents = 0};
       if (::poll(&entry, 1, 100) <= 0) continue;
       char buffer[4096];
@@ -98,6 +102,7 @@ class DaemonProcess {
   }
   void Signal(int signal) const { ::kill(pid_, signal); }
   const std::string& folder() const { return folder_; }
+  pid_t pid() const { return pid_; }
 
  private:
   std::string folder_, text_;
@@ -114,7 +119,7 @@ TEST(Daemon, ServesUntilSignalThenStopsWithZero) {
               std::string::npos);
     EXPECT_TRUE(std::filesystem::is_directory(daemon.folder() + "/data"));
     const auto channel = MakeChannel(absl::StrCat("127.0.0.1:", port));
-    EXPECT_TRUE(channel->WaitForConnected(absl::ToChronoTime(absl::Now() + absl::Seconds(5))));
+    EXPECT_TRUE(channel->WaitForConnected(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(5))));
     daemon.Signal(signal);
     EXPECT_NE(daemon.ReadUntil("stopped").find("stop\n"), std::string::npos);
     EXPECT_EQ(daemon.ExitCode(), 0);
@@ -159,6 +164,52 @@ TEST(Daemon, BadFlagsEndItWithOneByName) {
 TEST(Daemon, ARoomsOwnSizesAreReadAsTheSharedOnesAre) {
   EXPECT_EQ(BytesFlag("host_bytes", "32GiB"), std::uint64_t{32} << 30);
   EXPECT_EXIT(BytesFlag("host_bytes", "xx"), ::testing::ExitedWithCode(1), "--host_bytes: 'xx' is not a size");
+  EXPECT_EQ(IntFlag("max_streams", 4096, 1, 4096), 4096);
+  EXPECT_EXIT(IntFlag("max_streams", 4097, 1, 4096), ::testing::ExitedWithCode(1), "--max_streams=4097 is not in 1 to 4096");
+  EXPECT_EXIT(IntFlag("max_streams", 0, 1, 4096), ::testing::ExitedWithCode(1), "--max_streams=0 is not in 1 to 4096");
+}
+
+// The largest that the daemon's memory has been, in MiB.
+std::size_t PeakMib(pid_t pid) {
+  std::ifstream status(absl::StrCat("/proc/", pid, "/status"));
+  for (std::string line; std::getline(status, line);) {
+    if (line.rfind("VmHWM:", 0) == 0) return std::strtoull(line.c_str() + 6, nullptr, 10) / 1024;
+  }
+  return 0;
+}
+
+// Zeros compress a thousandfold: what is small on the wire must not become what fills the node.
+TEST(Daemon, AMessageThatUnfoldsIsRefusedBeforeItDoes) {
+  DaemonProcess daemon({});
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxSendMessageSize(-1);
+  const auto channel =
+      grpc::CreateCustomChannel(absl::StrCat("127.0.0.1:", daemon.Port()), grpc::InsecureChannelCredentials(), arguments);
+  v1::GetJobRequest request;  // a health check's request has a string as its first field too
+  request.set_job(std::string(std::size_t{128} << 20, '\0'));
+  for (const grpc_compression_algorithm algorithm : {GRPC_COMPRESS_GZIP, GRPC_COMPRESS_DEFLATE}) {
+    grpc::ClientContext context;
+    context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(60)));
+    context.set_compression_algorithm(algorithm);
+    v1::JobStatus response;
+    const grpc::Status status = grpc::internal::BlockingUnaryCall<v1::GetJobRequest, v1::JobStatus, grpc::protobuf::MessageLite,
+                                                                  grpc::protobuf::MessageLite>(
+        channel.get(), grpc::internal::RpcMethod("/grpc.health.v1.Health/Check", grpc::internal::RpcMethod::NORMAL_RPC, channel),
+        &context, request, &response);
+    EXPECT_FALSE(status.ok());
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::UNIMPLEMENTED) << status.error_message();
+  }
+  EXPECT_LT(PeakMib(daemon.pid()), 128u);
+  // It goes on, and plain messages are served.
+  grpc::ClientContext context;
+  v1::JobStatus response;
+  request.clear_job();
+  EXPECT_TRUE((grpc::internal::BlockingUnaryCall<v1::GetJobRequest, v1::JobStatus, grpc::protobuf::MessageLite,
+                                                 grpc::protobuf::MessageLite>(
+                   channel.get(),
+                   grpc::internal::RpcMethod("/grpc.health.v1.Health/Check", grpc::internal::RpcMethod::NORMAL_RPC, channel),
+                   &context, request, &response))
+                  .ok());
 }
 
 TEST(Channel, StatusesCrossUnchanged) {

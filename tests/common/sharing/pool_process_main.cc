@@ -20,10 +20,12 @@
 #include "absl/strings/numbers.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mutex.h"
 #include "common/base/units.h"
 #include "common/memory/lease_book.h"
+#include "common/rpc/channel.h"
 #include "common/rpc/daemon.h"
 #include "common/sharing/pool_member.h"
 #include "grpcpp/grpcpp.h"
@@ -104,10 +106,10 @@ class Commands {
     if (verb == "acquire") {  // [deadline]
       absl::Duration deadline = absl::Seconds(10);
       if (!argument.empty()) absl::ParseDuration(argument, &deadline);
-      const auto lease = member_->AcquireElastic(v1::STREAM_MODE_PAUSE, absl::Now() + deadline);
+      const auto lease = member_->AcquireElastic(v1::STREAM_MODE_PAUSE, MonotonicTime::Now() + deadline);
       return lease.ok() ? LeaseText(*lease) : StatusText(lease.status());
     }
-    if (verb == "release") return StatusText(member_->ReleaseElastic(absl::Now() + absl::Seconds(10)));
+    if (verb == "release") return StatusText(member_->ReleaseElastic(MonotonicTime::Now() + absl::Seconds(10)));
     if (verb == "lease") return absl::StrCat(LeaseText(member_->lease()), member_->holds_elastic() ? " mine" : "");
     if (verb == "attached") return member_->is_peer_attached() ? "yes" : "no";
     if (verb == "health") return StatusText(member_->health());
@@ -214,7 +216,7 @@ int Main(int argc, char** argv) {
   const PoolEvents events{.on_peer_attached = [&](v1::Role, int) { heard.Add("attached"); },
                           .on_peer_lost = [&](v1::Role) { heard.Add("lost"); },
                           .on_yield_elastic =
-                              [&](v1::StreamMode, absl::Time) {
+                              [&](v1::StreamMode, MonotonicTime) {
                                 heard.Add("yield");
                                 absl::SleepFor(yield_time);
                                 return absl::OkStatus();
@@ -230,7 +232,7 @@ int Main(int argc, char** argv) {
     config.listen = words["listen"];
     const std::unique_ptr<Metrics> metrics = Metrics::Create("").value();
     const int code = Daemon::Serve(
-        config, metrics.get(), member->get(), {(*member)->service()},
+        config, Access::Create(config.access).value(), metrics.get(), member->get(), {(*member)->service()},
         [&](int) {
           (*member)->Offer(events);
           Say(ready);
@@ -252,7 +254,7 @@ int Main(int argc, char** argv) {
   Say(ready);
   run_commands();
   (*member)->Stop();
-  server->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(1)));
+  server->Shutdown(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(1)));
   return 0;
 }
 

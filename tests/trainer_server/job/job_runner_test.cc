@@ -1,15 +1,20 @@
 // The whole loop of a job over a fake policy and a fake rollout server: it learns, survives the death of either half, and its
 // trajectory does not tell.
 #include "trainer_server/job/job_runner.h"
+#include "common/base/clock.h"
+#include "common/rpc/channel.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <future>
 #include <set>
 
+#include "absl/strings/escaping.h"
 #include "google/protobuf/text_format.h"
 #include "nlohmann/json.hpp"
 #include "tests/trainer_server/support/fake_rollout.h"
+#include "trainer_server/job/job_metrics.h"
 #include "trainer_server/service/job_service.h"
 
 namespace tandem {
@@ -38,6 +43,33 @@ std::string JobText(int num_steps, const std::string& more = "") {
                       sha256, R"(" interval_steps: 4 } )", more);
 }
 
+// Metrics that tell when a checkpoint has just been written.
+class WatchedMetrics final : public Metrics {
+ public:
+  WatchedMetrics() : metrics_(*Metrics::Create("")) {}
+  void SetGauge(const Metric& metric, const LabelValues& labels, double value) override {
+    if (at && metric.name == kCheckpointTimestampSeconds.name) at("checkpoint");
+    metrics_->SetGauge(metric, labels, value);
+  }
+  void ReplaceGauges(const Metric& metric, const std::vector<std::pair<LabelValues, double>>& values) override {
+    metrics_->ReplaceGauges(metric, values);
+  }
+  void AddCounter(const Metric& metric, const LabelValues& labels, double value) override {
+    metrics_->AddCounter(metric, labels, value);
+  }
+  void Observe(const Metric& metric, const LabelValues& labels, double value) override {
+    metrics_->Observe(metric, labels, value);
+  }
+  void RemoveLabel(const std::string& label, const std::string& value) override { metrics_->RemoveLabel(label, value); }
+  int port() const override { return metrics_->port(); }
+  std::string Text() const override { return metrics_->Text(); }
+
+  std::function<void(const char* moment)> at;  // may be empty
+
+ private:
+  const std::unique_ptr<Metrics> metrics_;
+};
+
 // A trainer: everything but the pool and the rollout server dies with it, as a process would.
 class Trainer {
  public:
@@ -45,7 +77,7 @@ class Trainer {
       : store_(*JobStore::Open(directory + "/jobs.sqlite")),
         content_(*ContentStore::Open(directory + "/content", 8 << 20)),
         standing_(pool->region(v1::REGION_KIND_TRAINER_STANDING)),
-        metrics_(*Metrics::Create("")),
+        metrics_(std::make_unique<WatchedMetrics>()),
         peer_({.address = rollout->address(),
                .is_attached = [this] { return is_attached_.load(); },
                .patience = absl::Minutes(2)}) {
@@ -64,6 +96,7 @@ class Trainer {
       auto policy = std::make_unique<FakePolicy>(memory, AdapterLayout::Create(SmallModel(), options.rank, options.targets));
       policy->nan_at_forward = nan_at_forward_;
       policy->max_rows = max_rows_;
+      policy->at = at_;
       logit_chunks_.push_back(options.logit_chunk);
       if (logit_chunks_.size() == no_memory_at_policy_) return absl::ResourceExhaustedError("no memory for the policy");
       return policy;
@@ -77,6 +110,7 @@ class Trainer {
     options.model.config = SmallModel();
     options.device = "cpu";
     options.member = pool;
+    options.access = Access::Create({}).value();
     service_ = std::make_unique<JobService>(options, store_.get(), content_.get(), runner_.get());
     grpc::ServerBuilder builder;
     int port = 0;
@@ -87,7 +121,7 @@ class Trainer {
   }
   ~Trainer() {
     runner_->Stop();
-    server_->Shutdown(absl::ToChronoTime(absl::Now() + absl::Milliseconds(200)));
+    server_->Shutdown(GrpcDeadline(MonotonicTime::Now() + absl::Milliseconds(200)));
   }
   void Start() { runner_->Start(); }
 
@@ -112,9 +146,9 @@ class Trainer {
   }
   v1::JobStatus Status(const std::string& job) { return *runner_->StatusOf(job); }
   v1::JobStatus WaitFor(const std::string& job, const std::function<bool(const v1::JobStatus&)>& is_reached) {
-    const absl::Time deadline = absl::Now() + absl::Minutes(5);
+    const MonotonicTime deadline = MonotonicTime::Now() + absl::Minutes(5);
     v1::JobStatus status = Status(job);
-    for (std::uint64_t seen = 0; !is_reached(status) && absl::Now() < deadline; status = Status(job)) {
+    for (std::uint64_t seen = 0; !is_reached(status) && MonotonicTime::Now() < deadline; status = Status(job)) {
       seen = runner_->WaitForChange(seen, absl::Milliseconds(10));
     }
     EXPECT_TRUE(is_reached(status)) << status.ShortDebugString();
@@ -127,6 +161,7 @@ class Trainer {
     });
   }
 
+  std::function<void(const char* moment)> at_;  // of the policies made
   int nan_at_forward_ = 0;
   std::size_t max_rows_ = SIZE_MAX;      // see FakePolicy
   std::vector<int> logit_chunks_;        // of the policies made, in order
@@ -136,7 +171,7 @@ class Trainer {
   std::unique_ptr<JobStore> store_;
   std::unique_ptr<ContentStore> content_;
   FakeStanding standing_;
-  std::unique_ptr<Metrics> metrics_;
+  std::unique_ptr<WatchedMetrics> metrics_;
   RolloutPeer peer_;
   std::unique_ptr<JobRunner> runner_;
   std::unique_ptr<JobService> service_;
@@ -184,7 +219,7 @@ class JobRunnerTest : public ::testing::Test {
   }
   std::vector<v1::WatchResponse> Watch(Trainer* trainer, const std::string& job, std::uint32_t from_step) {
     grpc::ClientContext context;
-    context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Minutes(5)));
+    context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Minutes(5)));
     v1::WatchRequest request;
     request.set_job(job);
     request.set_from_step(from_step);
@@ -281,9 +316,9 @@ TEST_F(JobRunnerTest, JobLearnsAndIsWatchedBrowsedAndExported) {
   for (const v1::OwnedBytes& entry : trainer_status.ledger()) pool_bytes += entry.bytes();
   EXPECT_EQ(pool_bytes, 8u << 20);
   // The job has ended: its series are gone, its adapter can still be asked for. The runner tidies up after it told the end.
-  const absl::Time deadline = absl::Now() + absl::Seconds(10);
-  while (trainer->standing_.num_pieces() != 2 && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(5));
-  while (trainer->metrics_->Text().find(*job) != std::string::npos && absl::Now() < deadline) {
+  const MonotonicTime deadline = MonotonicTime::Now() + absl::Seconds(10);
+  while (trainer->standing_.num_pieces() != 2 && MonotonicTime::Now() < deadline) absl::SleepFor(absl::Milliseconds(5));
+  while (trainer->metrics_->Text().find(*job) != std::string::npos && MonotonicTime::Now() < deadline) {
     EXPECT_THAT(trainer->metrics_->Text(), Not(HasSubstr(absl::StrCat("tandem_train_running{job=\"", *job, "\"} 1\n"))));
     absl::SleepFor(absl::Milliseconds(5));
   }
@@ -529,6 +564,270 @@ TEST_F(JobRunnerTest, JobThatWaitsForAnAbsentRolloutServerCanBeCancelled) {
   trainer->WaitForState(job, v1::JOB_STATE_CANCELLED);
 }
 
+// Something that happens once, when the loop comes to a moment for the n-th time.
+class Happening {
+ public:
+  void Set(const std::string& moment, int num_before, bool stalls, std::function<void()> act) {
+    MutexLock lock(&mutex_);
+    moment_ = moment;
+    num_before_ = num_before;
+    stalls_ = stalls;
+    act_ = std::move(act);
+  }
+  // True: the call that comes to it shall not be answered.
+  bool At(const std::string& moment) {
+    std::function<void()> act;
+    bool stalls = false;
+    {
+      MutexLock lock(&mutex_);
+      if (moment != moment_ || num_before_-- > 0) return false;
+      moment_.clear();
+      act = std::move(act_);
+      stalls = stalls_;
+    }
+    act();
+    return stalls;
+  }
+  bool has_happened() {
+    MutexLock lock(&mutex_);
+    return moment_.empty();
+  }
+
+ private:
+  Mutex mutex_;
+  std::string moment_ ABSL_GUARDED_BY(mutex_);
+  int num_before_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool stalls_ ABSL_GUARDED_BY(mutex_) = false;
+  std::function<void()> act_ ABSL_GUARDED_BY(mutex_);
+};
+
+TEST_F(JobRunnerTest, JobIsCancelledPausedAndResumedAtAnyMomentOfItsLoop) {
+  const std::string text = JobWith(4, "loss { beta: 0.1 } evaluation { interval_steps: 2 }");
+  const std::string undisturbed = Undisturbed(text);
+  const std::string directory = FreshDirectory("any_moment");
+  Happening happening;
+  auto trainer = NewTrainer(directory);
+  const auto at = [&](const char* moment) { happening.At(moment); };
+  trainer->at_ = trainer->metrics_->at = pool_.at = at;
+  rollout_.Set({.at = [&](const char* moment) { return happening.At(moment); }});
+  trainer->Start();
+  struct Case {
+    const char* moment;
+    int num_before;
+    bool is_call;  // of the rollout server: it can be left without an answer
+  };
+  // Checkpoint 0 is written while the job starts; units 0 and 3 are evaluations.
+  const Case cases[] = {{"checkpoint", 0, false}, {"activate", 0, true}, {"generate", 0, true}, {"generate", 1, true},
+                        {"acquire", 0, false},    {"score", 1, false},   {"forward", 1, false}, {"backward", 1, false},
+                        {"release", 1, false},    {"activate", 1, true}, {"generate", 3, true}, {"checkpoint", 1, false}};
+  enum class Wish { kCancel, kPause, kPauseAndResume, kPauseAndCancel };
+  for (const Case& c : cases) {
+    for (const Wish wish : {Wish::kCancel, Wish::kPause, Wish::kPauseAndResume, Wish::kPauseAndCancel}) {
+      SCOPED_TRACE(absl::StrCat(c.moment, " ", c.num_before, " wish ", static_cast<int>(wish)));
+      const bool is_cancelled = wish == Wish::kCancel || wish == Wish::kPauseAndCancel;
+      happening.Set(c.moment, c.num_before, c.is_call && is_cancelled, [&] {
+        const std::string running = trainer->runner_->running_job();
+        const auto ask = [&](absl::Status (JobStore::*change)(const std::string&)) {
+          EXPECT_EQ((trainer->store_.get()->*change)(running), absl::OkStatus());
+          trainer->runner_->Notify();
+        };
+        if (wish != Wish::kCancel) ask(&JobStore::Pause);
+        if (wish == Wish::kPauseAndResume) ask(&JobStore::Resume);
+        if (is_cancelled) ask(&JobStore::Cancel);
+      });
+      const MonotonicTime begin = MonotonicTime::Now();
+      const std::string job = *trainer->Submit(text);
+      if (is_cancelled) {
+        const v1::JobStatus status = trainer->WaitForState(job, v1::JOB_STATE_CANCELLED);
+        EXPECT_LT(status.step(), 4u);
+        EXPECT_LT(MonotonicTime::Now() - begin, absl::Seconds(20)) << "not at the end of a call that nobody answers";
+      } else {
+        if (wish == Wish::kPause) {
+          trainer->WaitForState(job, v1::JOB_STATE_PAUSED);
+          ASSERT_TRUE(trainer->store_->Resume(job).ok());
+          trainer->runner_->Notify();
+        }
+        trainer->WaitForState(job, v1::JOB_STATE_SUCCEEDED);
+        EXPECT_EQ(Trajectory(directory, job), undisturbed);
+      }
+      EXPECT_TRUE(happening.has_happened());
+      EXPECT_FALSE(pool_.holds_elastic());
+    }
+    const std::string next = *trainer->Submit(text);
+    trainer->WaitForState(next, v1::JOB_STATE_SUCCEEDED);
+    EXPECT_EQ(Trajectory(directory, next), undisturbed) << "behind one that was cancelled in " << c.moment;
+  }
+  pool_.at = nullptr;
+}
+
+TEST_F(JobRunnerTest, CancellationThatADeathCutShortIsDoneByTheNextLife) {
+  const std::string directory = FreshDirectory("cancel_death");
+  std::string job;
+  {
+    auto trainer = NewTrainer(directory);
+    trainer->Start();
+    job = *trainer->Submit(JobText(100000));
+    trainer->WaitFor(job, [](const v1::JobStatus& status) { return status.step() >= 1; });
+  }
+  auto trainer = NewTrainer(directory);
+  ASSERT_TRUE(trainer->store_->Cancel(job).ok());
+  EXPECT_EQ(trainer->Status(job).state(), v1::JOB_STATE_RUNNING) << "nobody runs it";
+  trainer->Start();
+  trainer->WaitForState(job, v1::JOB_STATE_CANCELLED);
+}
+
+std::string AdapterOf(const std::string& directory, const std::string& job, std::uint64_t step) {
+  return ReadText(absl::StrFormat("%s/jobs/%s/checkpoints/step-%06d/adapter.bin", directory, job, step));
+}
+
+TEST_F(JobRunnerTest, JobStartsAtTheAdapterOfTheJobThatItComesAfterAlsoOverADeath) {
+  const std::string directory = FreshDirectory("chain");
+  std::string first, second, third, best;
+  {
+    std::promise<void> submitted;
+    Happening happening;
+    happening.Set("forward", 4, false, [&] { submitted.get_future().wait(); });
+    auto trainer = NewTrainer(directory);
+    trainer->at_ = [&](const char* moment) { happening.At(moment); };
+    trainer->Start();
+    first = *trainer->Submit(JobText(9));
+    trainer->WaitFor(first, [](const v1::JobStatus& status) { return status.step() >= 1; });
+    // By name, and by id.
+    second = *trainer->Submit(JobWith(2, "name: 'second' adapter { start_job: 'tiny' } loss { beta: 0.1 }"));
+    third = *trainer->Submit(JobWith(2, absl::StrCat("name: 'third' after: '", second, "'")));
+    best = *trainer->Submit(JobWith(1, absl::StrCat("name: 'best' adapter { start_job: '", first, "' start_best: true }")));
+    EXPECT_EQ(trainer->Status(second).waiting_for(), absl::StrCat("job ", first, " (running)"));
+    EXPECT_THAT(trainer->Status(second).after(), ::testing::ElementsAre(first));
+    submitted.set_value();
+  }
+  auto trainer = NewTrainer(directory);
+  EXPECT_EQ(trainer->Status(second).waiting_for(), absl::StrCat("job ", first, " (running)"));
+  trainer->Start();
+  trainer->WaitForState(third, v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(trainer->Status(second).state(), v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(trainer->Status(first).step(), 9u);
+  const std::string start = AdapterOf(directory, second, 0);
+  EXPECT_FALSE(start.empty());
+  EXPECT_EQ(Sha256Hex(start), Sha256Hex(AdapterOf(directory, first, 9)));
+  EXPECT_NE(Sha256Hex(AdapterOf(directory, third, 0)), Sha256Hex(AdapterOf(directory, second, 2))) << "it only comes after";
+  trainer->WaitForState(best, v1::JOB_STATE_SUCCEEDED);
+  const auto evaluations = HistoryOf(directory, first, HistoryEvent::Kind::kEvaluation);
+  const auto best_step = static_cast<std::uint64_t>(evaluations.back().at("best_step"));
+  EXPECT_EQ(Sha256Hex(AdapterOf(directory, best, 0)), Sha256Hex(AdapterOf(directory, first, best_step)));
+
+  // Without its checkpoints nothing starts cold.
+  std::filesystem::remove_all(directory + "/jobs/" + first);
+  const std::string late = *trainer->Submit(JobWith(2, "name: 'late' adapter { start_job: '" + first + "' }"));
+  EXPECT_THAT(trainer->WaitForState(late, v1::JOB_STATE_FAILED).error(), HasSubstr("adapter.start_job: job " + first));
+}
+
+TEST_F(JobRunnerTest, FailedJobTakesItsDependentsWithItAndTheNextIsUntouched) {
+  const std::string text = JobText(3);
+  const std::string undisturbed = Undisturbed(text);
+  const std::string directory = FreshDirectory("failed_chain");
+  auto trainer = NewTrainer(directory);
+  trainer->nan_at_forward_ = 2;
+  const std::string failing = *trainer->Submit(JobText(9)), next = *trainer->Submit(text);
+  const std::string behind = *trainer->Submit(JobWith(9, "name: 'behind' adapter { start_job: '" + failing + "' }"));
+  trainer->at_ = [&](const char*) { trainer->nan_at_forward_ = 0; };
+  trainer->Start();
+  trainer->WaitForState(next, v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(trainer->Status(failing).state(), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(Trajectory(directory, next), undisturbed);
+  const v1::JobStatus never = trainer->Status(behind);
+  EXPECT_EQ(never.state(), v1::JOB_STATE_FAILED);
+  EXPECT_THAT(never.error(), HasSubstr("it comes after others: job " + failing + " failed: "));
+  EXPECT_THAT(never.error(), HasSubstr("policy_logprobs is nan"));
+  EXPECT_EQ(never.step(), 0u);
+}
+
+TEST_F(JobRunnerTest, PrerequisitesAndPrioritiesAreCheckedWhenAJobIsSubmitted) {
+  auto trainer = NewTrainer(FreshDirectory("prerequisites"));  // which runs nothing
+  const std::string job = *trainer->Submit(JobText(3)), cancelled = *trainer->Submit(JobText(3));
+  ASSERT_TRUE(trainer->store_->Cancel(cancelled).ok());
+  const auto refusal = [&](const std::string& more) {
+    const absl::Status status = trainer->Submit(JobWith(3, "name: 'next' " + more)).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    return std::string(status.message());
+  };
+  EXPECT_EQ(refusal("after: 'absent-1'"),
+            "after: 'absent-1'; must be the id of a job of this trainer, or the name of one of your own");
+  EXPECT_EQ(refusal("after: ''"), "after: ''; must be the id of a job of this trainer, or the name of one of your own");
+  EXPECT_EQ(refusal("after: 'next'"),
+            "after: 'next' is the name of the job itself; an earlier job of this name is named by its id");
+  EXPECT_EQ(refusal("adapter { start_job: 'next' }"),
+            "adapter.start_job: 'next' is the name of the job itself; an earlier job of this name is named by its id");
+  EXPECT_EQ(refusal("after: '" + cancelled + "'"),
+            absl::StrCat("after: '", cancelled, "' is job ", cancelled,
+                         ", which is cancelled; must be queued, paused, running or succeeded"));
+  EXPECT_EQ(refusal("after: '" + job + "' after: '" + job + "'"), "after: " + job + "; must be given once");
+  std::string many;
+  for (int i = 0; i < 17; ++i) many += "after: 'x' ";
+  EXPECT_EQ(refusal(many), "after: 17 jobs; must be at most 16");
+  EXPECT_EQ(refusal("priority: 101"), "priority: 101; must be -100 to 100");
+  EXPECT_EQ(refusal("priority: -2147483648"), "priority: -2147483648; must be -100 to 100");
+  const std::string start = "adapter { start_job: '" + job + "' ";
+  EXPECT_EQ(refusal(start + "rank: 3 alpha: 6 }"), "adapter.rank: 3; must be the start adapter's 2");
+  EXPECT_THAT(refusal(start + "alpha: 5 }"), HasSubstr("adapter.alpha: 5; must be such that the scale"));
+  EXPECT_THAT(refusal(start + "targets: LINEAR_KIND_Q_PROJ }"),
+              HasSubstr("adapter.targets: 1 linears; must be the start adapter's 7"));
+  EXPECT_EQ(refusal("adapter { start_best: true }"), "adapter.start_best: true; must be given with start_job");
+  v1::JobSpec plain;
+  ASSERT_TRUE(google::protobuf::TextFormat::ParseFromString(JobText(3), &plain));
+  plain.clear_evaluation();
+  plain.set_name("plain");
+  std::string text;
+  ASSERT_TRUE(google::protobuf::TextFormat::PrintToString(plain, &text));
+  const std::string without = *trainer->Submit(text);
+  EXPECT_EQ(refusal("adapter { start_job: '" + without + "' start_best: true }"),
+            "adapter.start_best: true; must be false: job " + without + " has no evaluation");
+
+  // A circle would need the name of a job that is not there yet.
+  EXPECT_THAT(refusal("after: 'last'"), HasSubstr("after: 'last'"));
+  const std::string next = *trainer->Submit(JobWith(3, "name: 'next' after: '" + job + "'"));
+  const std::string last = *trainer->Submit(JobWith(3, "name: 'last' after: 'next'"));
+  EXPECT_THAT(trainer->Status(last).after(), ::testing::ElementsAre(next));
+  const std::string again = *trainer->Submit(JobWith(3, "name: 'next' after: 'last'"));
+  EXPECT_THAT(trainer->Status(again).after(), ::testing::ElementsAre(last));
+  EXPECT_THAT(trainer->Status(last).after(), ::testing::ElementsAre(next));
+  EXPECT_THAT(trainer->store_->Get(last)->job_text, HasSubstr("after: \"" + next + "\""));
+}
+
+TEST_F(JobRunnerTest, QueueIsExportedAndListedInPages) {
+  auto trainer = NewTrainer(FreshDirectory("pages"));
+  std::vector<std::string> jobs;
+  for (int i = 0; i < 5; ++i) jobs.push_back(*trainer->Submit(JobText(1)));
+  ASSERT_TRUE(trainer->store_->Pause(jobs[1]).ok());
+  v1::ListJobsRequest request;
+  request.set_page_size(2);
+  request.add_states(v1::JOB_STATE_QUEUED);
+  std::vector<std::string> listed;
+  do {
+    grpc::ClientContext context;
+    v1::ListJobsResponse response;
+    ASSERT_TRUE(trainer->stub_->ListJobs(&context, request, &response).ok());
+    EXPECT_LE(response.jobs_size(), 2);
+    for (const v1::JobStatus& job : response.jobs()) listed.push_back(job.job());
+    request.set_page_token(response.next_page_token());
+  } while (!request.page_token().empty());
+  EXPECT_THAT(listed, ::testing::ElementsAre(jobs[4], jobs[3], jobs[2], jobs[0]));
+  for (const int states : {1, 7}) {
+    v1::ListJobsRequest bad;
+    for (int i = 0; i < states; ++i) bad.add_states(states == 1 ? v1::JOB_STATE_UNSPECIFIED : v1::JOB_STATE_QUEUED);
+    grpc::ClientContext context;
+    v1::ListJobsResponse response;
+    EXPECT_EQ(trainer->stub_->ListJobs(&context, bad, &response).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  }
+  trainer->runner_->Notify();
+  EXPECT_THAT(trainer->metrics_->Text(), HasSubstr("tandem_queue_jobs{state=\"ready\"} 4"));
+  EXPECT_THAT(trainer->metrics_->Text(), HasSubstr("tandem_queue_jobs{state=\"paused\"} 1"));
+  trainer->Start();
+  trainer->WaitForState(jobs[4], v1::JOB_STATE_SUCCEEDED);
+  EXPECT_THAT(trainer->metrics_->Text(), HasSubstr("tandem_queue_wait_seconds_count 4"));
+  EXPECT_GT(trainer->Status(jobs[0]).device_seconds(), 0);
+  EXPECT_EQ(trainer->Status(jobs[1]).device_seconds(), 0);
+}
+
 // CASES C06: NaN in training fails the job by name; the checkpoint before it stays, and the next job runs.
 TEST_F(JobRunnerTest, NanFailsTheJobByNameAndTheRunnerGoesOn) {
   const std::string directory = FreshDirectory("nan");
@@ -740,8 +1039,8 @@ TEST_F(JobRunnerTest, AdapterOfAFinishedJobIsMadeKnownToARolloutServerThatCameBa
   forget.set_job(job);
   ASSERT_TRUE(rollout_.RetireAdapter(nullptr, &forget, nullptr).ok());
   trainer->runner_->OnPeerAttached();
-  const absl::Time deadline = absl::Now() + absl::Seconds(10);
-  while (rollout_.version(job) == 0 && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(5));
+  const MonotonicTime deadline = MonotonicTime::Now() + absl::Seconds(10);
+  while (rollout_.version(job) == 0 && MonotonicTime::Now() < deadline) absl::SleepFor(absl::Milliseconds(5));
   EXPECT_EQ(rollout_.version(job), 3u);
   EXPECT_EQ(rollout_.checksum(job), checksum);
 }
@@ -783,6 +1082,83 @@ TEST_F(JobRunnerTest, BadUploadsAndJobsAreRefusedAndTheServiceGoesOn) {
   EXPECT_EQ(planned.memory().pool_bytes(), SmallNode().pool_bytes());
   EXPECT_THAT(planned.job_text(), HasSubstr("learning_rate: 0.2"));
   EXPECT_TRUE(trainer->Submit(JobText(1)).ok());
+}
+
+// Jobs, contents and files are found by names that callers choose: none leaves the data folder, and none of what lies beside it
+// is read or made.
+TEST_F(JobRunnerTest, NamesThatLeaveTheDataFolderNameNothing) {
+  const std::string directory = FreshDirectory("traversal");
+  auto trainer = NewTrainer(FreshDirectory("traversal/data"));
+  trainer->Start();
+  ASSERT_TRUE(trainer->Submit(JobText(1)).ok());
+  std::filesystem::create_directories(directory + "/outside/completions");
+  WriteText(directory + "/outside/history.jsonl", "{\"kind\":\"step\",\"step\":1,\"secret\":1,\"times\":{}}\n");
+  WriteText(directory + "/outside/completions/step-000001.jsonl", "{\"step\":1}\n");
+  WriteText(directory + "/outside/rows.jsonl", Rows());
+  std::filesystem::create_directories(directory + "/data/jobs");
+  std::filesystem::create_symlink(directory + "/outside", directory + "/data/jobs/link");
+  const std::vector<std::string> names = {
+      "../../outside",         "../../../traversal/outside", directory + "/outside", "link",           "..",         ".", "/", "",
+      "tiny/../../../outside", std::string("tiny\0", 5),     std::string(5000, 'a'), "%2e%2e/outside", "' OR 1=1 --"};
+  for (const std::string& name : names) {
+    SCOPED_TRACE(name.substr(0, 80));
+    const auto is_refused = [](const grpc::Status& status) {
+      return status.error_code() == grpc::StatusCode::NOT_FOUND || status.error_code() == grpc::StatusCode::INVALID_ARGUMENT;
+    };
+    v1::GetJobRequest get;
+    v1::WatchRequest watch;
+    v1::CompletionsRequest completions;
+    v1::ExportRequest export_request;
+    v1::CancelRequest cancel;
+    get.set_job(name), watch.set_job(name), completions.set_job(name), export_request.set_job(name), cancel.set_job(name);
+    watch.set_until_now(true);
+    grpc::ClientContext contexts[6];
+    for (grpc::ClientContext& context : contexts) context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(20)));
+    v1::JobStatus status;
+    v1::JobDescription description;
+    EXPECT_TRUE(is_refused(trainer->stub_->GetJob(&contexts[0], get, &status)));
+    EXPECT_TRUE(is_refused(trainer->stub_->Describe(&contexts[1], get, &description)));
+    EXPECT_TRUE(is_refused(trainer->stub_->Cancel(&contexts[2], cancel, &status)));
+    const auto read_none = [&](auto reader, auto message) {
+      EXPECT_FALSE(reader->Read(&message)) << message.ShortDebugString();
+      EXPECT_TRUE(is_refused(reader->Finish()));
+    };
+    read_none(trainer->stub_->Watch(&contexts[3], watch), v1::WatchResponse());
+    read_none(trainer->stub_->Completions(&contexts[4], completions), v1::CompletionRecord());
+    read_none(trainer->stub_->Export(&contexts[5], export_request), v1::ExportResponse());
+  }
+  // The same of contents; and a job names files by content alone.
+  const std::string sha256 = Sha256Hex(Rows());
+  for (const std::string& name :
+       {std::string("../../outside/rows.jsonl"), directory + "/outside/rows.jsonl", "../" + sha256, sha256 + "/..",
+        sha256 + std::string("\0", 1), std::string(64, 'A'), std::string(64, '.'), std::string(100000, 'a'), std::string()}) {
+    SCOPED_TRACE(name.substr(0, 80));
+    grpc::ClientContext has_context, upload_context;
+    v1::HasContentRequest has;
+    has.set_sha256(name);
+    v1::HasContentResponse found;
+    EXPECT_TRUE(trainer->stub_->HasContent(&has_context, has, &found).ok());
+    EXPECT_FALSE(found.present());
+    v1::UploadResponse uploaded;
+    auto writer = trainer->stub_->Upload(&upload_context, &uploaded);
+    v1::UploadRequest piece;
+    piece.mutable_header()->set_sha256(name);
+    piece.mutable_header()->set_name("../../../outside/written");
+    piece.mutable_header()->set_size_bytes(1);
+    writer->Write(piece);
+    writer->WritesDone();
+    EXPECT_EQ(writer->Finish().error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+    const std::string text = JobText(1);
+    EXPECT_TRUE(absl::IsInvalidArgument(trainer->Submit(text + " data { content: \"" + absl::CEscape(name) + "\" }").status()));
+  }
+  for (const char* path : {"data { path: \"/etc/passwd\" }", "evaluation { path: \"../../outside/rows.jsonl\" }",
+                           "adapter { start_path: \"/etc\" }"}) {
+    EXPECT_TRUE(absl::IsInvalidArgument(trainer->Submit(JobText(1, path)).status())) << path;
+  }
+  std::set<std::string> outside;
+  for (const auto& entry : std::filesystem::directory_iterator(directory + "/outside"))
+    outside.insert(entry.path().filename().string());
+  EXPECT_EQ(outside, (std::set<std::string>{"completions", "history.jsonl", "rows.jsonl"}));
 }
 
 }  // namespace

@@ -577,7 +577,7 @@ class JobStoreTest : public ::testing::Test {
     v1::JobSpec spec;
     spec.set_name(name);
     spec.set_num_steps(7);
-    return *store_->Add(spec, "text of " + name);
+    return *store_->Add(spec, "text of " + name, "ada");
   }
   v1::JobState State(const std::string& job) { return store_->Get(job)->status.state(); }
   const std::string path_;
@@ -602,7 +602,7 @@ TEST_F(JobStoreTest, QueueIsFirstInFirstOutAndTheRunningJobGoesBeforeAll) {
   EXPECT_EQ(store_->Get(third)->status.error(), "why");
   ASSERT_TRUE(store_->Resume(first).ok());
   EXPECT_EQ((*store_->Next())->status.job(), first) << "a paused job keeps its place";
-  EXPECT_EQ(*store_->CountQueued(), 2);
+  EXPECT_EQ(store_->depth().ready, 2);
   ASSERT_TRUE(store_->Resume(third).ok()) << "a failed job can be resumed";
   EXPECT_EQ(State(third), v1::JOB_STATE_QUEUED);
   EXPECT_EQ(store_->Get(third)->status.error(), "");
@@ -641,10 +641,10 @@ TEST_F(JobStoreTest, RunningJobIsAskedAndTheRequestSurvivesADeath) {
 TEST_F(JobStoreTest, ListsPagesNewestFirst) {
   std::vector<std::string> jobs;
   for (int i = 0; i < 5; ++i) jobs.push_back(Add("a"));
-  const auto page = *store_->List(2, std::nullopt);
+  const auto page = *store_->List(2, std::nullopt, {});
   ASSERT_EQ(page.size(), 2u);
   EXPECT_EQ(page[0].status.job(), jobs[4]);
-  const auto rest = *store_->List(10, page[1].ordinal);
+  const auto rest = *store_->List(10, page[1].ordinal, {});
   ASSERT_EQ(rest.size(), 3u);
   EXPECT_EQ(rest[2].status.job(), jobs[0]);
 }
@@ -671,6 +671,49 @@ TEST(HistoryTest, IsCutBackReadAsItGrowsAndKeepsEveryBit) {
   EXPECT_EQ(std::filesystem::file_size(directory + "/history.jsonl"), kept);
   EXPECT_EQ(reader.Next()->step, 1u) << "after a cut the reader begins again";
   EXPECT_TRUE(absl::IsDataLoss(HistoryWriter::Open(directory, kept + 1).status()));
+}
+
+TEST(HistoryTest, GoesOnAtAStepAndPassesOverOthers) {
+  const std::string directory = FreshDirectory("history_seek");
+  auto writer = *HistoryWriter::Open(directory, 0);
+  constexpr std::uint64_t kSteps = 2000;  // 400 KiB: several bisections
+  ASSERT_TRUE(writer.Append(DataEvent(v1::DataCounts())).ok());
+  for (std::uint64_t step = 1; step <= kSteps; ++step) {
+    HistoryEvent event{.step = step, .values = {{std::string(step % 300, 'v'), 1}}, .times = {}};
+    ASSERT_TRUE(writer.Append(event).ok());
+    event.kind = HistoryEvent::Kind::kEvaluation;
+    if (step % 10 == 0) ASSERT_TRUE(writer.Append(event).ok());
+  }
+  for (const std::uint64_t from : {1, 2, 9, 10, 11, 777, 1000, 1999, 2000}) {
+    HistoryReader reader(directory);
+    reader.Seek(from);
+    const auto event = reader.Next();
+    ASSERT_TRUE(event.has_value()) << from;
+    EXPECT_EQ(event->step, from);
+    EXPECT_EQ(event->kind, HistoryEvent::Kind::kStep) << "the first of the step";
+  }
+  HistoryReader from_begin(directory), from_end(directory);
+  from_begin.Seek(0);
+  EXPECT_EQ(from_begin.Next()->kind, HistoryEvent::Kind::kData);
+  from_end.Seek(kSteps + 1);
+  EXPECT_FALSE(from_end.Next().has_value());
+  ASSERT_TRUE(writer.Append({.step = kSteps + 1, .values = {}, .times = {}}).ok());
+  EXPECT_EQ(from_end.Next()->step, kSteps + 1) << "what comes later is followed";
+
+  HistoryReader strided(directory, /*stride_steps=*/8);
+  std::uint64_t num_steps = 0, num_evaluations = 0;
+  while (const auto event = strided.Next()) {
+    if (event->kind == HistoryEvent::Kind::kEvaluation) ++num_evaluations;
+    if (event->kind != HistoryEvent::Kind::kStep) continue;
+    EXPECT_EQ(event->step % 8, 0u);
+    ++num_steps;
+  }
+  EXPECT_EQ(num_steps, kSteps / 8);
+  EXPECT_EQ(num_evaluations, kSteps / 10);
+
+  HistoryReader absent(directory + "/absent");
+  absent.Seek(5);
+  EXPECT_FALSE(absent.Next().has_value());
 }
 
 TEST(HistoryTest, CompletionsComeBackAndEndWhereTheReaderStops) {

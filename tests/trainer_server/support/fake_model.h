@@ -9,12 +9,14 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <list>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "common/base/check.h"
+#include "common/base/clock.h"
 #include "common/base/mutex.h"
 #include "common/base/random.h"
 #include "common/model/prompt_encoder.h"
@@ -152,12 +154,14 @@ class FakePolicy final : public PolicyModel {
   }
   absl::StatusOr<HeadScores> Score(const MicroBatch& batch, PolicyKind kind) override {
     ++num_scores;
+    if (at) at("score");
     return Evaluate(batch, kind == PolicyKind::kPolicy ? std::span<const float>(masters_) : reference_);
   }
   absl::StatusOr<HeadScores> Forward(const MicroBatch& batch, bool, std::uint64_t dropout_stream) override {
     if (batch.token_ids.size() > max_rows) {
       return absl::ResourceExhaustedError(absl::StrCat("no memory for ", batch.token_ids.size(), " rows"));
     }
+    if (at) at("forward");
     ++num_forwards;
     dropout_streams.push_back(dropout_stream);
     forwarded.push_back(batch.token_ids);
@@ -167,6 +171,7 @@ class FakePolicy final : public PolicyModel {
     return scores;
   }
   absl::Status Backward(std::span<const double> grad_logprobs, std::span<const double>) override {
+    if (at) at("backward");
     for (std::size_t row = 0; row < batch_.head_targets.size(); ++row) {
       const std::size_t k = Index(batch_.head_targets[row]);
       gradients_[k] += static_cast<float>(grad_logprobs[row] * (1 - Sigmoid(masters_[k])));
@@ -179,6 +184,7 @@ class FakePolicy final : public PolicyModel {
   }
   const AdapterLayout& adapter_layout() const override { return layout_; }
 
+  std::function<void(const char* moment)> at;  // called in "score", "forward", "backward"; may be empty
   int num_scores = 0, num_forwards = 0, nan_at_forward = 0;
   std::size_t max_rows = SIZE_MAX;  // of a forward pass; more find no memory
   std::vector<std::uint64_t> dropout_streams;
@@ -236,17 +242,19 @@ class FakePool final : public PoolMember {
     }
     return ledger;
   }
-  absl::StatusOr<v1::LeaseState> AcquireElastic(v1::StreamMode, absl::Time) override {
+  absl::StatusOr<v1::LeaseState> AcquireElastic(v1::StreamMode, MonotonicTime) override {
     if (num_acquire_failures > 0) {
       --num_acquire_failures;
       return absl::UnavailableError("the rollout server is away");
     }
+    if (at) at("acquire");
     TANDEM_CHECK(!holds_, "acquired twice");
     holds_ = true;
     ++num_phases;
     return v1::LeaseState();
   }
-  absl::Status ReleaseElastic(absl::Time) override {
+  absl::Status ReleaseElastic(MonotonicTime) override {
+    if (at) at("release");
     if (num_release_failures > 0) {
       --num_release_failures;
       return absl::UnavailableError("the rollout server is away");
@@ -257,6 +265,7 @@ class FakePool final : public PoolMember {
   v1::LeaseState lease() const override { return {}; }
   bool holds_elastic() const override { return holds_; }
 
+  std::function<void(const char* moment)> at;  // called in "acquire", "release"; may be empty
   std::atomic<int> num_acquire_failures = 0, num_release_failures = 0, num_phases = 0;
 
  private:

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/mutex.h"
 #include "common/rpc/channel.h"
 #include "grpcpp/grpcpp.h"
@@ -27,6 +28,8 @@ class FakeRollout final : public v1::RolloutService::Service {
     int busy_units = 0;                                  // Generate: answers RESOURCE_EXHAUSTED
     int stalled_activations = 0;                         // ActivateAdapter: answers only after the caller has gone
     std::function<void(v1::GenerateResponse*)> corrupt;  // every answer of a unit
+    // Called in "activate", "generate"; true: the call is answered only after the caller has gone. May be empty.
+    std::function<bool(const char* moment)> at = {};
   };
 
   explicit FakeRollout(const FakePool* pool) : pool_(pool) {
@@ -35,7 +38,7 @@ class FakeRollout final : public v1::RolloutService::Service {
     builder.RegisterService(this);
     server_ = builder.BuildAndStart();
   }
-  ~FakeRollout() override { server_->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(1))); }
+  ~FakeRollout() override { server_->Shutdown(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(1))); }
   std::string address() const { return absl::StrCat("127.0.0.1:", port_); }
   void Set(Faults faults) {
     MutexLock lock(&mutex_);
@@ -65,10 +68,13 @@ class FakeRollout final : public v1::RolloutService::Service {
   grpc::Status ActivateAdapter(grpc::ServerContext* context, const v1::ActivateAdapterRequest* request,
                                v1::ActivateAdapterResponse* response) override {
     bool is_stalled = false;
+    std::function<bool(const char*)> at;
     {
       MutexLock lock(&mutex_);
       is_stalled = faults_.stalled_activations-- > 0;
+      at = faults_.at;
     }
+    if (at && at("activate")) is_stalled = true;
     while (is_stalled && !context->IsCancelled()) absl::SleepFor(absl::Milliseconds(5));
     if (context->IsCancelled()) return grpc::Status::CANCELLED;
     MutexLock lock(&mutex_);
@@ -87,7 +93,7 @@ class FakeRollout final : public v1::RolloutService::Service {
     return grpc::Status::OK;
   }
 
-  grpc::Status Generate(grpc::ServerContext*,
+  grpc::Status Generate(grpc::ServerContext* context,
                         grpc::ServerReaderWriter<v1::GenerateResponse, v1::GenerateRequest>* stream) override {
     std::vector<v1::GenerateRequest> unit;
     v1::GenerateRequest request;
@@ -96,6 +102,7 @@ class FakeRollout final : public v1::RolloutService::Service {
     v1::ActivateAdapterRequest adapter;
     bool is_dying = false;
     std::function<void(v1::GenerateResponse*)> corrupt;
+    std::function<bool(const char*)> at;
     {
       MutexLock lock(&mutex_);
       ++num_units_;
@@ -109,7 +116,9 @@ class FakeRollout final : public v1::RolloutService::Service {
       is_dying = faults_.dying_units-- > 0;
       if (is_dying) active_.clear();
       corrupt = faults_.corrupt;
+      at = faults_.at;
     }
+    for (bool is_stalled = at && at("generate"); is_stalled && !context->IsCancelled();) absl::SleepFor(absl::Milliseconds(5));
     int num_answered = 0;
     for (const v1::GenerateRequest& part : unit) {
       if (!part.has_group()) continue;
