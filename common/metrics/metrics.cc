@@ -20,6 +20,8 @@
 namespace tandem {
 namespace {
 
+constexpr char kSilenceMs[] = "1000";
+
 // The families of one type and their series; prometheus keeps no way back from labels to a series.
 template <typename T>
 struct Families {
@@ -54,7 +56,9 @@ class PrometheusMetrics final : public Metrics {
  public:
   absl::Status Expose(const std::string& address) {
     try {
-      exposer_ = std::make_unique<prometheus::Exposer>(address, /*num_threads=*/2);
+      // Whoever is silent holds a thread no longer than kSilenceMs.
+      exposer_ = std::make_unique<prometheus::Exposer>(
+          std::vector<std::string>{"listening_ports", address, "num_threads", "2", "request_timeout_ms", kSilenceMs});
       exposer_->RegisterCollectable(registry_);
       const std::vector<int> ports = exposer_->GetListeningPorts();
       if (ports.empty()) return absl::UnavailableError(absl::StrCat("serving metrics at '", address, "': no listening port"));

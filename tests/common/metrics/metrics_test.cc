@@ -3,10 +3,14 @@
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "common/base/unique_fd.h"
 
@@ -111,6 +115,38 @@ TEST(Metrics, AFamilyIsBoundedAndWhatIsRefusedIsCounted) {
   EXPECT_TRUE(Contains(text, "owner=\"o1023\"}"));
   EXPECT_FALSE(Contains(text, "owner=\"o1024\"}"));
   EXPECT_TRUE(Contains(text, "tandem_metrics_series_refused_total 2\n"));
+}
+
+// Whoever connects and says nothing, or says it byte by byte, holds one of few threads: not for long.
+TEST(Metrics, SilentConnectionsDoNotKeepTheScraperOut) {
+  const auto metrics = Metrics::Create("127.0.0.1:0");
+  ASSERT_TRUE(metrics.ok()) << metrics.status();
+  (*metrics)->SetGauge(kBytes, {"x"}, 1);
+  const auto connect = [&] {
+    UniqueFd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<std::uint16_t>((*metrics)->port()));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address), 0);
+    return fd;
+  };
+  std::vector<UniqueFd> silent;
+  for (int i = 0; i < 6; ++i) {
+    silent.push_back(connect());
+    const std::string_view said = i % 2 == 0 ? "GET /met" : "";
+    EXPECT_EQ(::send(silent.back().get(), said.data(), said.size(), MSG_NOSIGNAL), static_cast<ssize_t>(said.size()));
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  const UniqueFd scraper = connect();
+  constexpr std::string_view kScrape = "GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n";
+  ASSERT_EQ(::send(scraper.get(), kScrape.data(), kScrape.size(), MSG_NOSIGNAL), static_cast<ssize_t>(kScrape.size()));
+  pollfd entry{.fd = scraper.get(), .events = POLLIN, .revents = 0};
+  ASSERT_EQ(::poll(&entry, 1, 30'000), 1) << "no answer";
+  char text[16] = {};
+  ASSERT_GT(::recv(scraper.get(), text, sizeof text - 1, 0), 0);
+  EXPECT_EQ(std::string(text).substr(0, 12), "HTTP/1.1 200");
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10)) << "Prometheus waits for ten seconds";
 }
 
 TEST(MetricsDeathTest, AFamilyHasOneDeclarationTypeAndNumberOfLabels) {
