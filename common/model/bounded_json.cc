@@ -8,14 +8,16 @@
 
 namespace tandem {
 
-absl::StatusOr<nlohmann::json> ParseBoundedJson(std::string_view text, const std::string& file, const std::string& part) {
+absl::StatusOr<nlohmann::json> ParseBoundedJson(std::string_view text, const std::string& file, const std::string& part,
+                                                std::size_t max_values) {
   using Json = nlohmann::json;
   const auto fail = [&](const auto&... message) {
     return absl::InvalidArgumentError(absl::StrCat(file, ": ", part, " ", message...));
   };
   // nlohmann's parser keeps its own stack, but destroying and printing a value recurse: so depth is checked before a value is
-  // made.
+  // made. Before each value but the first stands a comma or what opens an array or an object.
   int depth = 0;
+  std::size_t num_values = 1;
   bool in_string = false;
   for (std::size_t i = 0; i < text.size(); ++i) {
     const char c = text[i];
@@ -26,9 +28,13 @@ absl::StatusOr<nlohmann::json> ParseBoundedJson(std::string_view text, const std
       in_string = true;
     } else if (c == '{' || c == '[') {
       if (++depth > kMaxJsonDepth) return fail("is nested deeper than ", kMaxJsonDepth, " levels at byte ", i);
+      ++num_values;
+    } else if (c == ',') {
+      ++num_values;
     } else if (c == '}' || c == ']') {
       --depth;
     }
+    if (num_values > max_values) return fail("has more than ", max_values, " values at byte ", i);
   }
 
   std::vector<std::set<std::string>> keys;  // of the objects that are open, outermost first

@@ -33,6 +33,7 @@ constexpr std::size_t kMaxRenderedBytes = std::size_t{64} << 20;
 constexpr std::size_t kMaxRenderMemory = std::size_t{512} << 20;  // at a time; a prompt of 16 MiB takes 64 MiB
 constexpr std::size_t kMaxRenderWork = std::size_t{4} << 30;      // in all: what a few seconds write; 10,000 turns take 0.5 GiB
 constexpr std::size_t kMaxArgumentBytes = 64 << 10;
+constexpr std::size_t kMaxMessageValues = 1 << 18;  // of a conversation as JSON
 // What strftime_now tells a template: the date that Llama 3's template falls back to. A prompt must not change at midnight.
 constexpr std::time_t kTemplateTime = 1721995200;  // 2024-07-26 12:00 UTC
 
@@ -467,7 +468,7 @@ absl::StatusOr<std::shared_ptr<const PromptEncoder>> PromptEncoder::Create(std::
 }
 
 absl::StatusOr<std::vector<ChatMessage>> PromptEncoder::ParseMessages(std::string_view json) {
-  TANDEM_RETURN_IF_ERROR(ParseBoundedJson(json, "messages", "text").status());
+  TANDEM_RETURN_IF_ERROR(ParseBoundedJson(json, "messages", "text", kMaxMessageValues).status());
   const Json list = Json::parse(json);
   if (!list.is_array() || list.empty()) return absl::InvalidArgumentError("messages: not a list of at least one message");
   std::vector<ChatMessage> messages;

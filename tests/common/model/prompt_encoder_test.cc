@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "common/base/allocation_budget.h"
 #include "tests/common/model/tokenizer_fixture.h"
 
 namespace tandem {
@@ -334,6 +335,20 @@ TEST(PromptEncoderTest, TemplatesThatGrowWithoutBoundAreRefused) {
   std::vector<ChatMessage> turns;
   for (int i = 0; i < 2000; ++i) turns.push_back({i % 2 == 0 ? "user" : "assistant", "a turn"});
   EXPECT_TRUE(encoder->EncodeChat(turns, kAsking).ok());
+}
+
+// A prompt of 16 MiB that is all brackets would be a gigabyte of values.
+TEST(PromptEncoderTest, MessagesThatAreManyValuesAreRefusedBeforeTheyAreMade) {
+  std::string bomb = "[";
+  while (bomb.size() < (std::size_t{16} << 20)) bomb += "{},";
+  for (const std::string& text : {bomb + "{}]", "[{\"role\": \"user\", \"x\": " + bomb + "{}]}]", std::string(1 << 20, '[')}) {
+    AllocationBudget budget(std::size_t{1} << 30, std::size_t{1} << 30);
+    const absl::Status status = PromptEncoder::ParseMessages(text).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()), ::testing::AnyOf(HasSubstr("messages: text has more than 262144 values"),
+                                                                HasSubstr("nested deeper than 64 levels")));
+    EXPECT_LT(budget.peak_bytes(), std::size_t{1} << 20);
+  }
 }
 
 // A prompt must not change at midnight: resumed training repeats its prompts.
