@@ -339,19 +339,40 @@ std::vector<Finding> LookAtDaemon(const Daemon& daemon) {
   return findings;
 }
 
+template <typename Status, typename Call>
+void Ask(Connection connection, const std::string& run_dir, Daemon* daemon, std::string Connection::*address, Call call) {
+  const auto ask = [&] {
+    const auto context = connection.Context();
+    Status status;
+    daemon->reached = FromGrpc(call(connection, context.get(), &status));
+    daemon->is_running = daemon->reached.ok();
+    if (!daemon->is_running) return;
+    daemon->address = connection.*address;
+    daemon->model = status.model();
+  };
+  ask();
+  // One that wants TLS or a token is asked over its socket, by those who may enter the folder.
+  const std::string socket = absl::StrCat(run_dir, "/", daemon->program, ".grpc");
+  if (daemon->is_running || ::access(socket.c_str(), W_OK) != 0) return;
+  const absl::Status first = daemon->reached;
+  connection.*address = "unix:" + socket;
+  connection.security = {};
+  ask();
+  if (!daemon->is_running) daemon->reached = first;
+}
+
 std::pair<Daemon, Daemon> AskDaemons(Connection connection, const DoctorOptions& options) {
   connection.timeout = std::min(connection.timeout, kCallLimit);
   Daemon rollout{"rollout_server", connection.rollout_address, options.rollout_metrics};
   Daemon trainer{"trainer_server", connection.trainer_address, options.trainer_metrics};
-  v1::RolloutStatus rollout_status;
-  v1::TrainerStatus trainer_status;
-  const auto rollout_context = connection.Context(), trainer_context = connection.Context();
-  rollout.reached = FromGrpc(connection.Rollout()->GetStatus(rollout_context.get(), v1::RolloutStatusRequest(), &rollout_status));
-  trainer.reached = FromGrpc(connection.Trainer()->GetStatus(trainer_context.get(), v1::TrainerStatusRequest(), &trainer_status));
-  rollout.is_running = rollout.reached.ok();
-  trainer.is_running = trainer.reached.ok();
-  rollout.model = rollout_status.model();
-  trainer.model = trainer_status.model();
+  Ask<v1::RolloutStatus>(connection, options.run_dir, &rollout, &Connection::rollout_address,
+                         [](const Connection& to, grpc::ClientContext* context, v1::RolloutStatus* status) {
+                           return to.Rollout()->GetStatus(context, v1::RolloutStatusRequest(), status);
+                         });
+  Ask<v1::TrainerStatus>(connection, options.run_dir, &trainer, &Connection::trainer_address,
+                         [](const Connection& to, grpc::ClientContext* context, v1::TrainerStatus* status) {
+                           return to.Trainer()->GetStatus(context, v1::TrainerStatusRequest(), status);
+                         });
   return {rollout, trainer};
 }
 

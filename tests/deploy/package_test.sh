@@ -37,6 +37,17 @@ for program in rollout_server trainer_server tandem; do
   [ -z "$outside" ] || fail "$program takes from outside: $outside"
 done
 
+# The files of deploy that a node takes from the package, and all that docs/operations.md names of it.
+for room in systemd prometheus grafana/dashboards grafana/provisioning; do
+  diff -r -x make_flags.py -x __pycache__ "$source_dir/deploy/$room" "$package/share/$room" || fail "share/$room is not deploy/$room"
+done
+mapfile -t named < <(grep -oE '/opt/tandem/(bin|share)/[^ `,)]+' "$source_dir/docs/operations.md" | sed 's:^/opt/tandem/::' | sort -u)
+[ ${#named[@]} -ge 10 ] || fail "docs/operations.md names ${#named[@]} files of the package"
+for pattern in "${named[@]}"; do
+  compgen -G "$package/$pattern" > /dev/null || fail "docs/operations.md names /opt/tandem/$pattern, which is not in the package"
+done
+/usr/bin/python3 -m pip install --quiet --root-user-action=ignore --no-deps --no-index --target=python "$package"/share/tandem-*.whl
+
 expect_refusal() {
   local words=$1 output code=0
   shift
@@ -74,6 +85,8 @@ for _ in $(seq 300); do
   sleep 0.1
 done
 grep -q weights status.txt || { cat status.txt ./*.log >&2; fail "tandem status"; }
+[ "$("${clean[@]}" PYTHONPATH=python /usr/bin/python3 -c "import tandem; print(tandem.Client('$trainer').status().device)")" = cpu ] ||
+  fail "the wheel's client"
 client --raw --n=2 --max_tokens=4 generate "ab" > generated.txt || { cat ./*.log >&2; fail "tandem generate"; }
 [ -s generated.txt ] || fail "tandem generate printed nothing"
 for pid in "${pids[@]}"; do
