@@ -70,8 +70,17 @@ LEAST_CONTRAST = """(() => {
 })()"""
 
 
+EC_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
 def openssl(folder, *words):
     subprocess.run(["openssl", *words], cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def make_certificate(folder, name):
+    openssl(folder, "req", "-x509", *EC_KEY, "-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout",
+            f"{name}.key", "-out", f"{name}.pem")
+    (folder / f"{name}.key").chmod(0o600)
 
 
 class Node:
@@ -202,6 +211,7 @@ class PageTest(unittest.TestCase):
         for stage in ("rollout", "forward", "backward"):
             self.assertIn(stage, stages)
         status = self.node.tandem("status")
+        browser.wait_for("document.getElementById('memory').innerText.includes('kv cache')")
         memory = browser.evaluate("[...document.querySelectorAll('#memory .parts li')].map((item) => item.innerText)")
         for owner in ("weights", "kv cache", "rollout standing", "adapter slots"):
             self.assertTrue(any(line.startswith(owner) for line in memory), memory)
@@ -359,12 +369,10 @@ class TokenTest(unittest.TestCase):
         cls.keys = tempfile.TemporaryDirectory(prefix="tandem-keys-")
         cls.addClassCleanup(cls.keys.cleanup)
         folder = pathlib.Path(cls.keys.name)
-        openssl(folder, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=localhost",
-                "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "server.key", "-out", "server.pem")
+        make_certificate(folder, "server")
         hashed = subprocess.run(["sha256sum"], input=b"a-token", stdout=subprocess.PIPE, check=True).stdout.split()[0].decode()
         (folder / "tokens").write_text(f"{hashed} view ada\n")
-        for name in ("server.key", "tokens"):
-            (folder / name).chmod(0o600)
+        (folder / "tokens").chmod(0o600)
         cls.flags = [f"--tls_cert={folder / 'server.pem'}", f"--tls_key={folder / 'server.key'}", f"--tokens_file={folder / 'tokens'}"]
         cls.node = Node(*cls.flags)
         cls.addClassCleanup(cls.node.close)
@@ -419,9 +427,7 @@ class TokenTest(unittest.TestCase):
 
     def test_certificates_are_read_again(self):
         before = ssl.get_server_certificate(("127.0.0.1", self.node.port))
-        openssl(self.folder, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj",
-                "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "new.key", "-out", "new.pem")
-        (self.folder / "new.key").chmod(0o600)
+        make_certificate(self.folder, "new")
         for name in ("server.key", "server.pem"):
             os.replace(self.folder / name.replace("server", "new"), self.folder / name)
         deadline = time.monotonic() + 10
@@ -429,6 +435,31 @@ class TokenTest(unittest.TestCase):
             self.assertLess(time.monotonic(), deadline)
             time.sleep(0.2)
         self.assertEqual(self.get("/")[0], 200)
+
+
+class CertificateTest(unittest.TestCase):
+    def test_without_tokens_a_certificate_of_the_client_authority_is_demanded(self):
+        with tempfile.TemporaryDirectory(prefix="tandem-keys-") as name:
+            folder = pathlib.Path(name)
+            make_certificate(folder, "server")
+            make_certificate(folder, "ada")
+            node = Node(f"--tls_cert={folder / 'server.pem'}", f"--tls_key={folder / 'server.key'}", f"--tls_client_ca={folder / 'ada.pem'}")
+            self.addCleanup(node.close)
+
+            def status_of(certificate):
+                context = ssl.create_default_context(cafile=str(folder / "server.pem"))
+                if certificate:
+                    context.load_cert_chain(folder / f"{certificate}.pem", folder / f"{certificate}.key")
+                connection = http.client.HTTPSConnection("127.0.0.1", node.port, timeout=20, context=context)
+                self.addCleanup(connection.close)
+                connection.request("GET", "/api/status")
+                return connection.getresponse().status
+
+            for certificate in (None, "server"):
+                with self.assertRaises((http.client.HTTPException, OSError), msg=certificate):
+                    status_of(certificate)
+            self.assertEqual(status_of("ada"), 200)
+            self.assertIn("audit: name=ada role=administer certificate='ada'", node.log("trainer_server"))
 
 
 class AddressTest(unittest.TestCase):
