@@ -42,6 +42,8 @@ class QueueTest : public ::testing::Test {
     options.directory = directory_;
     options.model = directory_ + "_model";
     options.trainer_flags = trainer_flags;
+    // Trajectories are compared bit for bit.
+    if (TestDevice() == Device::kCuda) options.trainer_flags.push_back("--deterministic_attention");
     options.meets_in_run_dir = true;
     pair_ = std::make_unique<DaemonPair>(std::move(options));
     for (Half half : {Half::kRollout, Half::kTrainer}) pair_->Start(half);

@@ -86,6 +86,7 @@ v1::JobStatus JobRunner::StatusOf(const StoredJob& job) const {
   v1::JobStatus status = job.status;
   if (running_job() != status.job()) return status;
   status.set_waiting_for(environment_.peer->waiting_for());
+  if (job.request == JobRequest::kCancel) status.set_waiting_for("its cancellation");
   if (status.waiting_for().empty() && job.request == JobRequest::kPause)
     status.set_waiting_for("the end of its step, to be paused");
   return status;
@@ -178,7 +179,17 @@ void JobRunner::Run() {
   }
 }
 
+// A step that is broken off does not wait for a rollout server that does not answer, so it may have left this to be done.
+absl::Status JobRunner::GiveBackElastic() {
+  if (!environment_.member->holds_elastic()) return absl::OkStatus();
+  return ElasticPhase(environment_.peer, {.member = environment_.member, .enter_arena = nullptr}).Leave();
+}
+
 absl::Status JobRunner::RunNext() {
+  if (const absl::Status given_back = GiveBackElastic(); !given_back.ok()) {
+    TANDEM_LOG(kWarning, "job", "no job starts because=", std::string(given_back.message()));
+    return absl::OkStatus();
+  }
   TANDEM_ASSIGN_OR_RETURN(const std::optional<StoredJob> job, store_->Next());
   if (!job.has_value()) return absl::OkStatus();
   const std::string& name = job->status.job();

@@ -54,6 +54,7 @@ class JobRunner {
  private:
   void Run();
   absl::Status RunNext();
+  absl::Status GiveBackElastic();
   void RunJob(const StoredJob& job);
   // Until the job ends, or pauses, or the runner stops. OK: all steps done.
   absl::Status WalkThrough(TrainingLoop* loop);

@@ -552,13 +552,23 @@ TEST_F(JobRunnerTest, PausedJobGoesOnWhereItStoppedAndACancelledOneKeepsItsCheck
   EXPECT_EQ(Trajectory(directory, job), undisturbed);
 }
 
-TEST_F(JobRunnerTest, JobThatWaitsForAnAbsentRolloutServerCanBeCancelled) {
+TEST_F(JobRunnerTest, JobThatWaitsForAnAbsentRolloutServerCanBePausedAndCancelled) {
   auto trainer = NewTrainer(FreshDirectory("absent"));
   trainer->is_attached_ = false;
   rollout_.Set({.dying_units = 1, .forgotten_units = 0, .busy_units = 0, .stalled_activations = 0, .corrupt = {}});
   trainer->Start();
   const std::string job = *trainer->Submit(JobText(9));
-  trainer->WaitFor(job, [](const v1::JobStatus& status) { return !status.waiting_for().empty(); });
+  const auto waits = [](const v1::JobStatus& status) {
+    return status.state() == v1::JOB_STATE_RUNNING && !status.waiting_for().empty();
+  };
+  trainer->WaitFor(job, waits);
+  ASSERT_TRUE(trainer->store_->Pause(job).ok());
+  trainer->runner_->Notify();
+  trainer->WaitForState(job, v1::JOB_STATE_PAUSED);
+  rollout_.Set({.dying_units = 1, .forgotten_units = 0, .busy_units = 0, .stalled_activations = 0, .corrupt = {}});
+  ASSERT_TRUE(trainer->store_->Resume(job).ok());
+  trainer->runner_->Notify();
+  trainer->WaitFor(job, waits);
   ASSERT_TRUE(trainer->store_->Cancel(job).ok());
   trainer->runner_->Notify();
   trainer->WaitForState(job, v1::JOB_STATE_CANCELLED);
@@ -657,6 +667,27 @@ TEST_F(JobRunnerTest, JobIsCancelledPausedAndResumedAtAnyMomentOfItsLoop) {
     trainer->WaitForState(next, v1::JOB_STATE_SUCCEEDED);
     EXPECT_EQ(Trajectory(directory, next), undisturbed) << "behind one that was cancelled in " << c.moment;
   }
+  pool_.at = nullptr;
+}
+
+// The rollout server does not answer just as the cancelled step gives the elastic region back: nobody else will.
+TEST_F(JobRunnerTest, RegionThatACancelledJobCouldNotGiveBackIsGivenBackAfterIt) {
+  auto trainer = NewTrainer(FreshDirectory("lease_left"));
+  Happening happening;
+  happening.Set("release", 1, false, [&] {
+    pool_.num_release_failures = 3;
+    EXPECT_EQ(trainer->store_->Cancel(trainer->runner_->running_job()), absl::OkStatus());
+    trainer->runner_->Notify();
+  });
+  pool_.at = [&](const char* moment) { happening.At(moment); };
+  trainer->Start();
+  const std::string job = *trainer->Submit(JobText(100000));
+  trainer->WaitForState(job, v1::JOB_STATE_CANCELLED);
+  EXPECT_TRUE(happening.has_happened());
+  const MonotonicTime deadline = MonotonicTime::Now() + absl::Seconds(10);
+  while (pool_.holds_elastic() && MonotonicTime::Now() < deadline) absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_FALSE(pool_.holds_elastic());
+  trainer->WaitForState(*trainer->Submit(JobText(2)), v1::JOB_STATE_SUCCEEDED);
   pool_.at = nullptr;
 }
 
