@@ -41,6 +41,7 @@ bool AllocationBudget::Take(std::size_t size_bytes) {
   live_bytes_ += size_bytes;
   total_bytes_ += size_bytes;
   peak_bytes_ = std::max(peak_bytes_, live_bytes_);
+  largest_bytes_ = std::max(largest_bytes_, size_bytes);
   return true;
 }
 
@@ -49,16 +50,14 @@ void AllocationBudget::GiveBack(std::size_t size_bytes) { live_bytes_ -= std::mi
 
 }  // namespace tandem
 
-// Weak: a test may count allocations in a way of its own. Standing in the executable they come before libstdc++'s, for every
-// library. Arrays come to these, or to a sanitizer's own pair.
-[[gnu::weak, gnu::noinline]] void* operator new(std::size_t size) {
+// Standing in the executable they come before libstdc++'s and a sanitizer's, for every library. Arrays come to these, or to a
+// sanitizer's own pair.
+[[gnu::noinline]] void* operator new(std::size_t size) {
   void* const memory = tandem::Allocate(size);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-[[gnu::weak, gnu::noinline]] void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
-  return tandem::Allocate(size);
-}
-[[gnu::weak, gnu::noinline]] void operator delete(void* memory) noexcept { tandem::Free(memory); }
-[[gnu::weak, gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { tandem::Free(memory); }
-[[gnu::weak, gnu::noinline]] void operator delete(void* memory, const std::nothrow_t&) noexcept { tandem::Free(memory); }
+[[gnu::noinline]] void* operator new(std::size_t size, const std::nothrow_t&) noexcept { return tandem::Allocate(size); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { tandem::Free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { tandem::Free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, const std::nothrow_t&) noexcept { tandem::Free(memory); }

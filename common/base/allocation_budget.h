@@ -20,7 +20,8 @@ class AllocationBudget {
   // Something was refused.
   bool is_exceeded() const { return is_exceeded_; }
   std::size_t total_bytes() const { return total_bytes_; }
-  std::size_t peak_bytes() const { return peak_bytes_; }
+  std::size_t peak_bytes() const { return peak_bytes_; }        // the most at a time
+  std::size_t largest_bytes() const { return largest_bytes_; }  // in one piece
 
   // Of operator new and delete.
   bool Take(std::size_t size_bytes);
@@ -33,6 +34,7 @@ class AllocationBudget {
   std::size_t live_bytes_ = 0;
   std::size_t total_bytes_ = 0;
   std::size_t peak_bytes_ = 0;
+  std::size_t largest_bytes_ = 0;
   bool is_exceeded_ = false;
 };
 

@@ -1,17 +1,16 @@
 // Files that lie about themselves: each is refused with a reason, none costs more memory than its own size justifies.
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <cstdlib>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
-#include <new>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include <nlohmann/json.hpp>
 
+#include "common/base/allocation_budget.h"
 #include "common/base/random.h"
 #include "common/model/bounded_json.h"
 #include "common/model/gguf.h"
@@ -22,27 +21,13 @@
 #include "tests/support/temporary_directory.h"
 #include "tests/support/tiny_model.h"
 
-namespace {
-// The largest single allocation of this process since it was last set to 0.
-std::atomic<std::size_t> largest_allocation_bytes = 0;
-}  // namespace
-
-// Not inlined, or the compiler takes a free of what `new` gave for a fault.
-[[gnu::noinline]] void* operator new(std::size_t size) {
-  std::size_t largest = largest_allocation_bytes;
-  while (size > largest && !largest_allocation_bytes.compare_exchange_weak(largest, size)) {}
-  void* const memory = std::malloc(size);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-
 namespace tandem {
 namespace {
 
 using testing::GgufWriter;
 using testing::TemporaryDirectory;
+
+constexpr std::size_t kUnbounded = SIZE_MAX;
 
 std::string ReadAll(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -66,9 +51,9 @@ TEST(MalformedFilesTest, EveryFileGetsItsVerdict) {
   for (const auto& [name, verdict] : verdicts.items()) {
     SCOPED_TRACE(name);
     const std::string path = folder + name;
-    largest_allocation_bytes = 0;
+    const AllocationBudget budget(kUnbounded, kUnbounded);
     const absl::Status status = OpenAny(path);
-    EXPECT_LE(largest_allocation_bytes, 8192 + 4 * std::filesystem::file_size(path));
+    EXPECT_LE(budget.largest_bytes(), 8192 + 4 * std::filesystem::file_size(path));
     if (verdict == "accept") {
       EXPECT_TRUE(status.ok()) << status;
       ++num_accepted;
@@ -141,9 +126,9 @@ TEST(MalformedFilesTest, GgufMetadataIsBoundedByTheFile) {
   std::string huge_array = good.Finish();
   const std::size_t count_at = 24 + 8 + 1 + 4 + 4;  // header, key "k", type, element type
   huge_array.replace(count_at, 8, std::string("\0\0\0\0\0\0\0\x40", 8));
-  largest_allocation_bytes = 0;
+  const AllocationBudget budget(kUnbounded, kUnbounded);
   EXPECT_NE(open(huge_array).message().find("array past the end of the file"), absl::string_view::npos);
-  EXPECT_LE(largest_allocation_bytes, 8192u + 4 * huge_array.size());
+  EXPECT_LE(budget.largest_bytes(), 8192u + 4 * huge_array.size());
 
   std::string nested = good.Finish();
   nested.replace(count_at - 4, 4, std::string("\x09\0\0\0", 4));
