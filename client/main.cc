@@ -29,6 +29,7 @@ ABSL_FLAG(std::string, data_dir, "", "doctor: the folder that holds those of bot
 ABSL_FLAG(std::string, reward_python, "/usr/bin/python3", "doctor: that of trainer_server");
 ABSL_FLAG(std::string, rollout_metrics, "127.0.0.1:9091", "doctor: --metrics of rollout_server");
 ABSL_FLAG(std::string, trainer_metrics, "127.0.0.1:9090", "doctor: --metrics of trainer_server");
+ABSL_FLAG(std::string, http_address, "127.0.0.1:7072", "doctor: that of trainer_server");
 ABSL_FLAG(bool, watch, false, "submit: follow the job until it ends");
 ABSL_FLAG(std::vector<std::string>, set, {},
           "submit, plan: fields in text format merged over the job file, as --set='seed: 1,num_steps: 5'");
@@ -92,9 +93,10 @@ Nodes: --context, of ~/.config/tandem/config.json; or --trainer, --rollout, --ca
 std::vector<char*> NumbersLast(std::vector<char*> arguments) {
   static char end_of_flags[] = "--";
   if (std::ranges::find(arguments, std::string_view("priority")) == arguments.end()) return arguments;
-  const auto numbers = std::ranges::stable_partition(
-      arguments, [](const char* word) { return word[0] != '-' || std::isdigit(static_cast<unsigned char>(word[1])) == 0; });
-  if (!numbers.empty()) arguments.insert(numbers.begin(), end_of_flags);
+  const auto numbers = std::stable_partition(arguments.begin(), arguments.end(), [](const char* word) {
+    return word[0] != '-' || std::isdigit(static_cast<unsigned char>(word[1])) == 0;
+  });
+  if (numbers != arguments.end()) arguments.insert(numbers, end_of_flags);
   return arguments;
 }
 
@@ -186,9 +188,10 @@ int main(int argc, char** argv) {
   else if (command == "status")
     status = tandem::ShowStatus(connection, words, absl::GetFlag(FLAGS_wait));
   else if (command == "doctor")
-    status = tandem::Doctor(connection, words,
-                            {absl::GetFlag(FLAGS_run_dir), absl::GetFlag(FLAGS_data_dir), absl::GetFlag(FLAGS_reward_python),
-                             absl::GetFlag(FLAGS_rollout_metrics), absl::GetFlag(FLAGS_trainer_metrics)});
+    status = tandem::Doctor(
+        connection, words,
+        {absl::GetFlag(FLAGS_run_dir), absl::GetFlag(FLAGS_data_dir), absl::GetFlag(FLAGS_reward_python),
+         absl::GetFlag(FLAGS_rollout_metrics), absl::GetFlag(FLAGS_trainer_metrics), absl::GetFlag(FLAGS_http_address)});
   else if (command == "import-trl")
     status = tandem::ImportTrl(connection, words);
   else if (command == "generate") {
