@@ -27,6 +27,8 @@
 #include "trainer_server/policy/cuda_policy_model.h"
 #include "trainer_server/service/job_service.h"
 
+ABSL_FLAG(std::string, checkpoint_bytes, "0",
+          "checkpoints of all jobs together kept under --data_dir ('100GiB'); 0: what the disk has");
 ABSL_FLAG(int, content_limit_gib, 64, "data sets and adapters kept under --data_dir, in GiB");
 ABSL_FLAG(std::string, http_address, "127.0.0.1:7072",
           "where the live page is served, over https with --tls_cert; port 0 picks one, 'off': not served");
@@ -73,9 +75,7 @@ class ArenaPhase : public PhaseMemory {
 };
 
 int RewardWorkers() {
-  constexpr int kMost = 1024;
-  const int given = absl::GetFlag(FLAGS_reward_workers);
-  if (given < 0 || given > kMost) BadFlag(absl::StrCat("--reward_workers: ", given, "; must be 0 to ", kMost));
+  const int given = IntFlag("reward_workers", absl::GetFlag(FLAGS_reward_workers), 0, 1024);
   const auto processors = static_cast<int>(std::thread::hardware_concurrency());
   return given > 0 ? given : std::max(processors / 2, 1);
 }
@@ -104,8 +104,11 @@ std::uint64_t HostLimitBytes() {
 absl::StatusOr<int> Run(const DaemonConfig& config) {
   const std::uint64_t host_limit_bytes = HostLimitBytes();
   const int reward_workers = RewardWorkers();
+  const std::uint64_t checkpoint_bytes = BytesFlag("checkpoint_bytes", absl::GetFlag(FLAGS_checkpoint_bytes));
   const std::string http_address = HttpAddressFlag(config);
   const JobStore::Limits queue_limits = QueueLimits();
+  const std::uint64_t content_limit = IntFlag("content_limit_gib", absl::GetFlag(FLAGS_content_limit_gib), 1, 1 << 20) * kGiB;
+  const int patience_minutes = IntFlag("peer_patience_minutes", absl::GetFlag(FLAGS_peer_patience_minutes), 1, 60 * 24 * 30);
   TANDEM_ASSIGN_OR_RETURN(const std::shared_ptr<Access> access, Access::Create(config.access));
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<Metrics> metrics, Metrics::Create(config.metrics_address));
   LivePage page(access, Daemon::LocalAddress(config), config.pool.peer_address);
@@ -124,7 +127,6 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
 
   TANDEM_RETURN_IF_ERROR(MakeDirectories(config.data_dir + "/jobs"));
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<JobStore> store, JobStore::Open(config.data_dir + "/jobs.sqlite", queue_limits));
-  const auto content_limit = static_cast<std::uint64_t>(std::max(absl::GetFlag(FLAGS_content_limit_gib), 1)) * kGiB;
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<ContentStore> content,
                           ContentStore::Open(config.data_dir + "/content", content_limit));
   const std::span<std::byte> standing_region = pool->region(v1::REGION_KIND_TRAINER_STANDING);
@@ -133,12 +135,13 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
   TANDEM_ASSIGN_OR_RETURN(const Compute compute, Compute::Create(device, standing.get()));
   RolloutPeer peer({.address = config.pool.peer_address,
                     .is_attached = [&pool] { return pool->is_peer_attached(); },
-                    .patience = absl::Minutes(absl::GetFlag(FLAGS_peer_patience_minutes))});
+                    .patience = absl::Minutes(patience_minutes)});
 
   SandboxSource sandbox(absl::GetFlag(FLAGS_reward_python));
   LoopEnvironment environment;
   environment.sandbox = &sandbox;
   environment.reward_workers = reward_workers;
+  environment.checkpoint_quota = {.jobs_directory = config.data_dir + "/jobs", .limit_bytes = checkpoint_bytes};
   environment.model = description.config;
   environment.tokenizer = tokenizer;
   environment.encoder = encoder;

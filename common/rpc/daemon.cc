@@ -131,7 +131,7 @@ void BadFlag(const std::string& message) {
 }
 
 int IntFlag(const char* name, int value, int low, int high) {
-  if (value < low || value > high) BadFlag(absl::StrCat("--", name, "=", value, " is not in ", low, " to ", high));
+  if (value < low || value > high) BadFlag(absl::StrCat("--", name, ": ", value, "; must be ", low, " to ", high));
   return value;
 }
 

@@ -165,8 +165,8 @@ TEST(Daemon, ARoomsOwnSizesAreReadAsTheSharedOnesAre) {
   EXPECT_EQ(BytesFlag("host_bytes", "32GiB"), std::uint64_t{32} << 30);
   EXPECT_EXIT(BytesFlag("host_bytes", "xx"), ::testing::ExitedWithCode(1), "--host_bytes: 'xx' is not a size");
   EXPECT_EQ(IntFlag("max_streams", 4096, 1, 4096), 4096);
-  EXPECT_EXIT(IntFlag("max_streams", 4097, 1, 4096), ::testing::ExitedWithCode(1), "--max_streams=4097 is not in 1 to 4096");
-  EXPECT_EXIT(IntFlag("max_streams", 0, 1, 4096), ::testing::ExitedWithCode(1), "--max_streams=0 is not in 1 to 4096");
+  EXPECT_EXIT(IntFlag("max_streams", 4097, 1, 4096), ::testing::ExitedWithCode(1), "--max_streams: 4097; must be 1 to 4096");
+  EXPECT_EXIT(IntFlag("max_streams", 0, 1, 4096), ::testing::ExitedWithCode(1), "--max_streams: 0; must be 1 to 4096");
 }
 
 // The largest that the daemon's memory has been, in MiB.
