@@ -29,6 +29,7 @@ constexpr char kBestStep[] = "best_step";
 constexpr char kBestValue[] = "best_value";
 constexpr char kRisenValue[] = "risen_value";
 constexpr char kWithoutRise[] = "evaluations_without_rise";
+constexpr char kCheckpoints[] = "checkpoints";  // of a job's folder
 constexpr char kStepPrefix[] = "step-";
 constexpr char kPartialPrefix[] = "partial-";
 constexpr char kReplacedPrefix[] = "replaced-";  // before the name of a checkpoint whose step is written again
@@ -135,6 +136,19 @@ std::uint64_t SizeOf(const CheckpointArrays& arrays) {
   return size_bytes;
 }
 
+// Of the files in it; what goes meanwhile counts as nothing.
+std::uint64_t SizeOfTree(const fs::path& directory) {
+  std::uint64_t size_bytes = 0;
+  std::error_code error;
+  for (fs::recursive_directory_iterator file(directory, error), end; !error && file != end; file.increment(error)) {
+    std::error_code ignored;
+    if (!file->is_regular_file(ignored)) continue;
+    const std::uintmax_t file_bytes = file->file_size(ignored);
+    if (!ignored) size_bytes += file_bytes;
+  }
+  return size_bytes;
+}
+
 absl::StatusOr<nlohmann::json> ReadManifest(const std::string& directory) {
   const std::string path = directory + "/" + kManifest;
   const absl::StatusOr<std::string> text = ReadWholeFile(path, kMaxTextBytes);
@@ -152,7 +166,7 @@ absl::StatusOr<nlohmann::json> ReadManifest(const std::string& directory) {
 
 }  // namespace
 
-absl::StatusOr<CheckpointStore> CheckpointStore::Open(const std::string& directory) {
+absl::StatusOr<CheckpointStore> CheckpointStore::Open(const std::string& directory, CheckpointQuota quota) {
   TANDEM_RETURN_IF_ERROR(MakeDirectories(directory));
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(directory, error)) {
@@ -170,7 +184,7 @@ absl::StatusOr<CheckpointStore> CheckpointStore::Open(const std::string& directo
     fs::remove_all(entry.path(), ignored);
   }
   if (error) return absl::InternalError(absl::StrCat("listing ", directory, " failed: ", error.message()));
-  return CheckpointStore(directory);
+  return CheckpointStore(directory, std::move(quota));
 }
 
 std::string CheckpointStore::DirectoryOf(std::uint64_t step) const {
@@ -198,24 +212,40 @@ void CheckpointStore::Discard(std::uint64_t step) const {
   fs::remove_all(doomed, ignored);
 }
 
+absl::StatusOr<CheckpointStore::Room> CheckpointStore::FindRoom() const {
+  std::error_code error;
+  const std::uint64_t available_bytes = fs::space(directory_, error).available;
+  if (error) return absl::InternalError(absl::StrCat("asking for the free space of ", directory_, " failed: ", error.message()));
+  Room room{available_bytes - std::min(available_bytes, kSpareBytes),
+            absl::StrCat(FormatBytes(kSpareBytes), " must stay free; the file system has ", FormatBytes(available_bytes),
+                         ": make room, then resume")};
+  if (quota_.limit_bytes == 0) return room;
+  std::uint64_t used_bytes = 0;
+  for (const auto& job : fs::directory_iterator(quota_.jobs_directory, error))
+    used_bytes += SizeOfTree(job.path() / kCheckpoints);
+  if (error) return absl::InternalError(absl::StrCat("listing ", quota_.jobs_directory, " failed: ", error.message()));
+  const std::uint64_t left_bytes = quota_.limit_bytes - std::min(quota_.limit_bytes, used_bytes);
+  if (left_bytes < room.size_bytes)
+    room = {left_bytes, absl::StrCat("those of all jobs have ", FormatBytes(used_bytes), " of the ",
+                                     FormatBytes(quota_.limit_bytes), " of --checkpoint_bytes: remove folders of ended jobs in ",
+                                     quota_.jobs_directory, " or raise it, then resume")};
+  return room;
+}
+
 absl::Status CheckpointStore::MakeRoom(std::uint64_t size_bytes, std::optional<std::uint64_t> best_step) const {
   std::vector<std::uint64_t> steps = Steps();
   if (!steps.empty()) steps.pop_back();
   std::erase(steps, best_step);
-  const std::uint64_t wanted_bytes = size_bytes + kSpareBytes;
-  std::error_code error;
-  std::uint64_t available_bytes = fs::space(directory_, error).available;
-  for (std::size_t i = 0; !error && available_bytes < wanted_bytes && i < steps.size(); ++i) {
+  TANDEM_ASSIGN_OR_RETURN(Room room, FindRoom());
+  for (std::size_t i = 0; room.size_bytes < size_bytes && i < steps.size(); ++i) {
     TANDEM_LOG(kWarning, "checkpoint", "removed for want of room path=", DirectoryOf(steps[i]),
-               " available=", FormatBytes(available_bytes), " wanted=", FormatBytes(wanted_bytes));
+               " available=", FormatBytes(room.size_bytes), " wanted=", FormatBytes(size_bytes));
     Discard(steps[i]);
-    available_bytes = fs::space(directory_, error).available;
+    TANDEM_ASSIGN_OR_RETURN(room, FindRoom());
   }
-  if (error) return absl::InternalError(absl::StrCat("asking for the free space of ", directory_, " failed: ", error.message()));
-  if (available_bytes >= wanted_bytes) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat("checkpoint in ", directory_, " takes ", FormatBytes(size_bytes), " and ",
-                                                   FormatBytes(kSpareBytes), " must stay free; the file system has ",
-                                                   FormatBytes(available_bytes), ": make room, then resume"));
+  if (room.size_bytes >= size_bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("checkpoint in ", directory_, " takes ", FormatBytes(size_bytes), " and ", room.limit));
 }
 
 absl::Status CheckpointStore::Write(const CheckpointState& state, const std::string& job_text, const CheckpointArrays& arrays,

@@ -52,15 +52,22 @@ struct CheckpointArrays {
   Device device = Device::kCpu;
 };
 
+// What the checkpoints of all jobs, `jobs_directory`/*/checkpoints, may take of the disk together; 0: what it has.
+struct CheckpointQuota {
+  std::string jobs_directory;
+  std::uint64_t limit_bytes = 0;
+};
+
 class CheckpointStore {
  public:
   // Makes `directory` and removes what a crash left half-written. For the one writer.
-  static absl::StatusOr<CheckpointStore> Open(const std::string& directory);
+  static absl::StatusOr<CheckpointStore> Open(const std::string& directory, CheckpointQuota quota = {});
   // For readers beside a writer; changes nothing.
   static CheckpointStore OpenForReading(const std::string& directory) { return CheckpointStore(directory); }
 
-  // Where the file system lacks room, older checkpoints but the newest and that of the best evaluation go first. After an error
-  // those two are untouched. Errors: RESOURCE_EXHAUSTED with what it takes and what is free; nothing was written then.
+  // Where the file system or the quota lacks room, older checkpoints but the newest and that of the best evaluation go first.
+  // After an error those two are untouched. Errors: RESOURCE_EXHAUSTED with what it takes and what is free; nothing was written
+  // then.
   absl::Status Write(const CheckpointState& state, const std::string& job_text, const CheckpointArrays& arrays, std::size_t keep);
   // Steps of the checkpoints here, ascending.
   std::vector<std::uint64_t> Steps() const;
@@ -74,13 +81,21 @@ class CheckpointStore {
   absl::StatusOr<std::string> ReadBestAdapter() const;
 
  private:
-  explicit CheckpointStore(std::string directory) : directory_(std::move(directory)) {}
+  explicit CheckpointStore(std::string directory, CheckpointQuota quota = {})
+      : directory_(std::move(directory)), quota_(std::move(quota)) {}
   std::string DirectoryOf(std::uint64_t step) const;
   void Discard(std::uint64_t step) const;
+  // How much may be written, and the words for when that is too little.
+  struct Room {
+    std::uint64_t size_bytes = 0;
+    std::string limit;
+  };
+  absl::StatusOr<Room> FindRoom() const;
   absl::Status MakeRoom(std::uint64_t size_bytes, std::optional<std::uint64_t> best_step) const;
   absl::StatusOr<std::string> ReadAdapter(std::uint64_t step) const;
 
   std::string directory_;
+  CheckpointQuota quota_;
 };
 
 }  // namespace tandem

@@ -203,7 +203,7 @@ absl::Status TrainingLoop::SyncReference() {
 }
 
 absl::Status TrainingLoop::ResumeOrBegin(const std::string& directory) {
-  TANDEM_ASSIGN_OR_RETURN(checkpoints_, CheckpointStore::Open(directory + "/checkpoints"));
+  TANDEM_ASSIGN_OR_RETURN(checkpoints_, CheckpointStore::Open(directory + "/checkpoints", environment_.checkpoint_quota));
   TANDEM_ASSIGN_OR_RETURN(const std::optional<CheckpointState> resumed, checkpoints_->LoadNewest(job_text_, arrays()));
   state_.seed = plan_.spec.seed();
   if (resumed.has_value()) state_ = *resumed;

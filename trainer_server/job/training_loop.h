@@ -49,6 +49,7 @@ struct LoopEnvironment {
   std::function<NodeMemory()> node_memory;  // as it is now
   SandboxSource* sandbox = nullptr;         // of rewards
   int reward_workers = 1;                   // groups scored at a time
+  CheckpointQuota checkpoint_quota;
   std::function<std::unique_ptr<PhaseMemory>(std::span<std::byte> elastic)> enter_arena;  // may be empty
   std::function<void(const std::string& phase)> on_phase;                                 // "rollout", "training"
   std::function<std::string(const std::string& job)> directory_of;                        // of a job's files

@@ -136,6 +136,44 @@ TEST_F(CheckpointStoreTest, CheckpointThatWouldFillTheDiskIsRefusedAndCostsOlder
   ASSERT_TRUE(store.Write(state, "job", arrays.view(), 4).ok()) << "a smaller one has room";
 }
 
+TEST_F(CheckpointStoreTest, QuotaOfAllJobsCostsOwnOlderOnesAndThenRefuses) {
+  const std::string jobs = FreshDirectory("jobs");
+  const auto open = [&](const std::string& job, std::uint64_t limit_bytes) {
+    auto store = CheckpointStore::Open(absl::StrCat(jobs, "/", job, "/checkpoints"), {jobs, limit_bytes});
+    EXPECT_TRUE(store.ok()) << store.status();
+    return *std::move(store);
+  };
+  constexpr std::size_t kArrayBytes = 1 << 20;  // beside which manifest, state and job file are small
+  Arrays arrays;
+  for (auto* array : {&arrays.adapter, &arrays.first_moments, &arrays.second_moments}) array->resize(kArrayBytes);
+  constexpr std::uint64_t kOneBytes = 3 * kArrayBytes + (64 << 10);
+  CheckpointStore other = open("other", 0);
+  for (const std::uint64_t step : {1, 2}) ASSERT_TRUE(other.Write(StateAt(step), "job", arrays.view(), 2).ok());
+
+  CheckpointStore store = open("own", 5 * kOneBytes);
+  for (const std::uint64_t step : {1, 2, 3, 4}) {
+    CheckpointState state = StateAt(step);
+    state.evaluation.best_step = 1;
+    const absl::Status written = store.Write(state, "job", arrays.view(), 9);
+    ASSERT_TRUE(written.ok()) << written;
+  }
+  EXPECT_THAT(store.Steps(), ElementsAre(1, 3, 4)) << "2 made room for 4; the best and the newest stay";
+  EXPECT_THAT(other.Steps(), ElementsAre(1, 2));
+
+  CheckpointStore full = open("own", 4 * kOneBytes);
+  CheckpointState state = StateAt(5);
+  state.evaluation.best_step = 1;
+  const absl::Status refused = full.Write(state, "job", arrays.view(), 9);
+  EXPECT_TRUE(absl::IsResourceExhausted(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("takes 3.0 MiB and those of all jobs have 12.0 MiB of the 12.2 MiB"));
+  EXPECT_THAT(std::string(refused.message()),
+              HasSubstr(absl::StrCat("--checkpoint_bytes: remove folders of ended jobs in ", jobs)));
+  EXPECT_THAT(full.Steps(), ElementsAre(1, 4));
+  std::filesystem::remove_all(jobs + "/other");
+  EXPECT_TRUE(full.Write(state, "job", arrays.view(), 9).ok()) << "the ended job's folder is gone";
+  EXPECT_THAT(full.Steps(), ElementsAre(1, 4, 5));
+}
+
 TEST_F(CheckpointStoreTest, SameStepMayBeWrittenAgain) {
   CheckpointStore store = Open();
   Arrays first(1), second(2), loaded;
