@@ -90,7 +90,8 @@ TEST_F(ConnectionTest, FaultsNameFileKeyAndWhatToDo) {
   EXPECT_THAT(Why(flags), HasSubstr("config.json: no context 'three'; there are: one, two"));
   for (const auto& [text, part] : std::map<std::string, std::string>{
            {"[1]", "not a JSON object"},
-           {"{", "not a JSON object"},
+           {"{", "is not JSON"},
+           {"{\"contexts\": " + std::string(100, '['), "nested deeper than 64"},
            {R"({"contextz": {}})", "'contextz' is not \"context\""},
            {R"({"context": 3})", "'context' is not \"context\" with a name"},
            {R"({"context": "a", "contexts": {"a": 3}})", "context 'a' is not an object"},
