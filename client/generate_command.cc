@@ -3,6 +3,8 @@
 #include "absl/strings/str_join.h"
 #include "client/commands.h"
 #include "client/printing.h"
+#include "common/base/clock.h"
+#include "common/rpc/channel.h"
 #include "nlohmann/json.hpp"
 
 namespace tandem {
@@ -27,10 +29,11 @@ absl::Status Generate(const Connection& connection, const Words& words, const Ge
   }
   const std::string text = !options.messages.empty() ? options.messages
                            : options.is_raw          ? prompt
-                                                     : nlohmann::json::array({{{"role", "user"}, {"content", prompt}}}).dump();
+                                                     : nlohmann::json::array({{{"role", "user"}, {"content", prompt}}})
+                                                  .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   auto rollout = connection.Rollout();
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Hours(1)));
+  context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Hours(1)));
   auto stream = rollout->Generate(&context);
   v1::GenerateRequest request;
   request.mutable_header()->set_job(options.job);
@@ -62,8 +65,7 @@ absl::Status Generate(const Connection& connection, const Words& words, const Ge
     if (connection.json) Print(ToJson(response));
     const std::string& piece = response.has_tokens() ? response.tokens().text() : response.finished().text();
     if (is_single) {
-      std::fwrite(piece.data(), 1, piece.size(), stdout);
-      std::fflush(stdout);
+      PrintPiece(piece);
     } else if (response.member_index() < texts.size()) {
       texts[response.member_index()] += piece;
     }

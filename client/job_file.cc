@@ -7,8 +7,10 @@
 
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/hash.h"
 #include "common/base/units.h"
+#include "common/rpc/channel.h"
 #include "google/protobuf/io/tokenizer.h"
 #include "google/protobuf/text_format.h"
 
@@ -16,7 +18,7 @@ namespace tandem {
 namespace {
 
 constexpr std::size_t kPieceBytes = kMiB;
-constexpr int kUploadAttempts = 10;
+constexpr absl::Duration kUploadPatience = absl::Minutes(2);  // without a byte more
 constexpr absl::Duration kUploadRetryInterval = absl::Seconds(1);
 constexpr std::uintmax_t kJobFileLimit = 256 * kKiB;
 
@@ -62,7 +64,7 @@ absl::Status SendPieces(v1::JobService::Stub* trainer, const Connection& connect
   grpc::ClientContext upload_context;
   // A minute, and a second more for each MiB.
   upload_context.set_deadline(
-      absl::ToChronoTime(absl::Now() + absl::Minutes(1) + absl::Seconds(static_cast<double>(size / kMiB))));
+      GrpcDeadline(MonotonicTime::Now() + absl::Minutes(1) + absl::Seconds(static_cast<double>(size / kMiB))));
   v1::UploadResponse response;
   auto writer = trainer->Upload(&upload_context, &response);
   v1::UploadRequest request;
@@ -82,33 +84,36 @@ absl::Status SendPieces(v1::JobService::Stub* trainer, const Connection& connect
   return CallStatus(writer->Finish(), "trainer_server", connection.trainer_address);
 }
 
-// Goes on where it stopped when the connection breaks, until kUploadAttempts in a row have brought nothing.
+bool IsAway(const absl::Status& status) { return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status); }
+
+// Goes on where it stopped when the connection breaks, until kUploadPatience has brought nothing.
 absl::Status SendFile(v1::JobService::Stub* trainer, const Connection& connection, const std::string& path,
                       const std::string& sha256) {
   v1::HasContentRequest question;
   question.set_sha256(sha256);
   std::uint64_t furthest_bytes = 0;
+  MonotonicTime progress = MonotonicTime::Now();
   absl::Status status;
-  for (int attempt = 0; attempt < kUploadAttempts; ++attempt) {
-    if (attempt > 0) absl::SleepFor(kUploadRetryInterval);
+  while (status.ok() || MonotonicTime::Now() - progress < kUploadPatience) {
+    if (!status.ok()) absl::SleepFor(kUploadRetryInterval);
     v1::HasContentResponse answer;
     auto context = connection.Context();
     const absl::Status asked =
         CallStatus(trainer->HasContent(context.get(), question, &answer), "trainer_server", connection.trainer_address);
     if (!asked.ok()) {
-      if (status.ok() || !absl::IsUnavailable(asked)) return asked;  // no upload has begun
+      if (status.ok() || !IsAway(asked)) return asked;  // no upload has begun
       continue;
     }
     if (answer.present()) return absl::OkStatus();
     if (answer.partial_bytes() > furthest_bytes) {
       furthest_bytes = answer.partial_bytes();
-      attempt = 0;
+      progress = MonotonicTime::Now();
     }
     status = SendPieces(trainer, connection, path, sha256, answer.partial_bytes());
     if (status.ok()) return status;
     // What was there may have been other bytes: the store has dropped it then.
     const bool may_pass =
-        absl::IsUnavailable(status) || absl::IsAborted(status) || (absl::IsInvalidArgument(status) && answer.partial_bytes() > 0);
+        IsAway(status) || absl::IsAborted(status) || (absl::IsInvalidArgument(status) && answer.partial_bytes() > 0);
     if (!may_pass) break;
   }
   return Annotate(status, absl::StrCat("uploading ", path));

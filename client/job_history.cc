@@ -9,6 +9,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "client/progress.h"
+#include "common/base/clock.h"
+#include "common/rpc/channel.h"
 #include "google/protobuf/io/coded_stream.h"
 #include "google/protobuf/io/zero_copy_stream_impl_lite.h"
 #include "google/protobuf/wire_format_lite.h"
@@ -84,7 +86,7 @@ std::string EncodedSummary(const std::string& prefix, const Values& values) {
 absl::StatusOr<JobHistory> FetchHistory(const Connection& connection, const std::string& job) {
   auto trainer = connection.Trainer();
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Minutes(10)));
+  context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Minutes(10)));
   v1::WatchRequest request;
   request.set_job(job);
   request.set_until_now(true);

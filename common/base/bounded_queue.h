@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/mutex.h"
 
 namespace tandem {
@@ -27,10 +27,10 @@ class BoundedQueue {
 
   // The oldest item; nullopt after `timeout`, or when the queue is closed and empty.
   std::optional<T> Pop(absl::Duration timeout) {
-    const absl::Time deadline = absl::Now() + timeout;
+    const MonotonicTime deadline = MonotonicTime::Now() + timeout;
     MutexLock lock(&mutex_);
     while (items_.empty()) {
-      const absl::Duration left = deadline - absl::Now();
+      const absl::Duration left = deadline - MonotonicTime::Now();
       if (closed_ || left <= absl::ZeroDuration()) return std::nullopt;
       not_empty_.WaitFor(&mutex_, left);
     }

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "common/base/clock.h"
 
 namespace tandem {
 namespace {
@@ -13,14 +13,14 @@ namespace {
 class CpuStageClock final : public StageClock {
  public:
   void Enter(const char* stage, void* stream) override {
-    const absl::Time now = absl::Now();
+    const MonotonicTime now = MonotonicTime::Now();
     if (marks_.empty()) begin_ = now;
     marks_.push_back({.stage = stage, .stream = stream, .begin_seconds = absl::ToDoubleSeconds(now - begin_)});
   }
   absl::StatusOr<std::vector<StageSpan>> Take() override { return internal::SpansOfMarks(std::exchange(marks_, {})); }
 
  private:
-  absl::Time begin_;
+  MonotonicTime begin_;
   std::vector<StageSpan> marks_;
 };
 

@@ -71,7 +71,8 @@ ABSL_FLAG(std::string, trainer_standing_bytes, "0",
 ABSL_FLAG(bool, strict_leases, false,
           "protect the elastic range (on a GPU: unmap its chunks) while it is not leased, so that a stray access dies at once");
 ABSL_FLAG(absl::Duration, start_timeout, absl::Minutes(10), "how long to wait for a peer that is loading weights");
-ABSL_FLAG(absl::Duration, holder_timeout, absl::Minutes(2), "after which a peer that is stopped (SIGSTOP, a debugger) is reported");
+ABSL_FLAG(absl::Duration, holder_timeout, absl::Minutes(2),
+          "after which a peer that is stopped (SIGSTOP, a debugger) is reported");
 ABSL_FLAG(bool, kill_silent_holder, false, "kill such a holder and take its memory back");
 ABSL_FLAG(std::string, log_level, "info", "debug, info, warning or error");
 

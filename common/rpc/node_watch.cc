@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
 #include "common/memory/lease_book.h"
@@ -63,8 +64,8 @@ NodeWatch::NodeWatch(const PoolMember* pool, std::string data_dir, Metrics* metr
 }
 
 bool NodeWatch::Look() {
-  if (absl::Now() - looked_ < kInterval) return false;
-  looked_ = absl::Now();
+  if (MonotonicTime::Now() - looked_ < kInterval) return false;
+  looked_ = MonotonicTime::Now();
   LookAtProcess();
   LookAtHost();
   if (pool_ != nullptr) LookAtPool();

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "absl/time/time.h"
+#include "common/base/clock.h"
 #include "common/gpu/nvml.h"
 #include "common/metrics/metrics.h"
 #include "common/sharing/pool_member.h"
@@ -37,7 +38,7 @@ class NodeWatch {
   double cpu_seconds_ = 0;
   std::uint64_t pool_bytes_ = 0;
   std::uint64_t logged_bytes_ = 0;  // of the device, outside the pool, when last told
-  absl::Time looked_ = absl::InfinitePast();
+  MonotonicTime looked_ = MonotonicTime::InfinitePast();
 };
 
 }  // namespace tandem

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/sharing/fd_channel.h"
 
@@ -28,7 +28,7 @@ std::string DescriptorServer::IssueToken(pid_t pid) {
   accepted_.reset();
   token_ = MakeToken();
   token_pid_ = pid;
-  token_end_ = absl::Now() + kTokenLife;
+  token_end_ = MonotonicTime::Now() + kTokenLife;
   return token_;
 }
 
@@ -45,8 +45,8 @@ void DescriptorServer::AppendPoll(std::vector<pollfd>* entries) const {
   }
 }
 
-absl::Time DescriptorServer::next_deadline() const {
-  absl::Time next = absl::InfiniteFuture();
+MonotonicTime DescriptorServer::next_deadline() const {
+  MonotonicTime next = MonotonicTime::InfiniteFuture();
   for (const Connection& connection : connections_) next = std::min(next, connection.deadline);
   return next;
 }
@@ -65,7 +65,7 @@ void DescriptorServer::Accept() {
       if (silent == connections_.end()) continue;
       connections_.erase(silent);
     }
-    connections_.push_back({.fd = std::move(fd), .deadline = absl::Now() + kSilence});
+    connections_.push_back({.fd = std::move(fd), .deadline = MonotonicTime::Now() + kSilence});
   }
 }
 
@@ -85,10 +85,10 @@ bool DescriptorServer::Advance(Connection* connection) {
     }
     if (*count == 0) break;
     connection->sent += *count;
-    connection->deadline = absl::Now() + kSilence;
+    connection->deadline = MonotonicTime::Now() + kSilence;
   }
   if (connection->is_accepted && connection->sent == descriptors_.size()) return false;  // what was sent stays readable
-  if (absl::Now() < connection->deadline) return true;
+  if (MonotonicTime::Now() < connection->deadline) return true;
   TANDEM_LOG(kWarning, "sharing", "connection closed: silent for ", absl::FormatDuration(kSilence));
   return false;
 }
@@ -106,14 +106,14 @@ absl::Status DescriptorServer::ReadToken(Connection* connection) {
       CRYPTO_memcmp(shown, token_.data(), token_.size()) != 0)
     return absl::PermissionDeniedError(absl::StrCat("process ", peer.pid, " shows a wrong token of ", size, " bytes"));
   token_.clear();  // good for one showing, right or wrong
-  if (absl::Now() > token_end_)
+  if (MonotonicTime::Now() > token_end_)
     return absl::PermissionDeniedError(
         absl::StrCat("process ", peer.pid, " shows a token older than ", absl::FormatDuration(kTokenLife)));
   if (peer.pid != token_pid_)
     return absl::PermissionDeniedError(absl::StrCat("process ", peer.pid, " shows the token of process ", token_pid_));
   TANDEM_ASSIGN_OR_RETURN(accepted_, ProcessWatch::Open(peer.pid));
   connection->is_accepted = true;
-  connection->deadline = absl::Now() + kSilence;
+  connection->deadline = MonotonicTime::Now() + kSilence;
   return absl::OkStatus();
 }
 

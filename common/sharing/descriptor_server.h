@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "common/base/clock.h"
 #include "common/base/mutex.h"
 #include "common/base/status.h"
 #include "common/base/unique_fd.h"
@@ -39,14 +40,14 @@ class DescriptorServer {
 
   // What to poll for; and until when at most.
   void AppendPoll(std::vector<pollfd>* entries) const;
-  absl::Time next_deadline() const;
+  MonotonicTime next_deadline() const;
   // Does what can be done without blocking: accepts, reads tokens, sends packets, drops who is late.
   void Serve();
 
  private:
   struct Connection {
     UniqueFd fd;
-    absl::Time deadline;
+    MonotonicTime deadline;
     bool is_accepted = false;
     std::uint32_t sent = 0;  // descriptors
   };
@@ -66,7 +67,7 @@ class DescriptorServer {
   Mutex mutex_;
   std::string token_ ABSL_GUARDED_BY(mutex_);  // empty: none is good
   pid_t token_pid_ ABSL_GUARDED_BY(mutex_) = 0;
-  absl::Time token_end_ ABSL_GUARDED_BY(mutex_);
+  MonotonicTime token_end_ ABSL_GUARDED_BY(mutex_);
   std::optional<ProcessWatch> accepted_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -15,6 +15,7 @@
 
 #include "absl/time/clock.h"
 #include "common/base/check.h"
+#include "common/base/clock.h"
 
 namespace tandem {
 namespace {
@@ -39,8 +40,8 @@ absl::StatusOr<ShortAddress> Shorten(const std::string& path) {
   return result;
 }
 
-int TimeoutMs(absl::Time deadline) {
-  const absl::Duration left = deadline - absl::Now();
+int TimeoutMs(MonotonicTime deadline) {
+  const absl::Duration left = deadline - MonotonicTime::Now();
   if (left <= absl::ZeroDuration()) return 0;
   return static_cast<int>(std::min<std::int64_t>(absl::ToInt64Milliseconds(left) + 1, 60'000));
 }
@@ -59,12 +60,12 @@ absl::StatusOr<UniqueFd> ListenUnix(const std::string& path, int backlog) {
   return fd;
 }
 
-absl::StatusOr<UniqueFd> ConnectUnix(const std::string& path, absl::Time deadline) {
+absl::StatusOr<UniqueFd> ConnectUnix(const std::string& path, MonotonicTime deadline) {
   TANDEM_ASSIGN_OR_RETURN(const ShortAddress at, Shorten(path));
   UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   while (fd.is_open() && ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&at.address), sizeof at.address) != 0) {
     if (errno == EINTR) continue;
-    if (errno != EAGAIN || absl::Now() > deadline)  // EAGAIN: the backlog is full
+    if (errno != EAGAIN || MonotonicTime::Now() > deadline)  // EAGAIN: the backlog is full
       return absl::UnavailableError(absl::StrCat("connecting to '", path, "': ", std::strerror(errno)));
     absl::SleepFor(absl::Milliseconds(5));
   }
@@ -121,7 +122,7 @@ absl::StatusOr<std::uint32_t> SendPacket(int socket, std::span<const UniqueFd> d
                                              ": ", std::strerror(errno)));
 }
 
-absl::StatusOr<std::vector<UniqueFd>> ReceiveDescriptors(int socket, std::uint32_t total, absl::Time deadline) {
+absl::StatusOr<std::vector<UniqueFd>> ReceiveDescriptors(int socket, std::uint32_t total, MonotonicTime deadline) {
   std::vector<UniqueFd> descriptors;
   descriptors.reserve(total);
   while (descriptors.size() < total) {
@@ -130,7 +131,7 @@ absl::StatusOr<std::vector<UniqueFd>> ReceiveDescriptors(int socket, std::uint32
     const int ready = ::poll(&entry, 1, TimeoutMs(deadline));
     if (ready < 0 && errno != EINTR) return absl::InternalError(absl::StrCat(done, std::strerror(errno)));
     if (ready <= 0) {
-      if (absl::Now() >= deadline) return absl::DeadlineExceededError(absl::StrCat(done, "the other end is silent"));
+      if (MonotonicTime::Now() >= deadline) return absl::DeadlineExceededError(absl::StrCat(done, "the other end is silent"));
       continue;
     }
     DescriptorPacket header;

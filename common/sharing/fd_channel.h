@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "common/base/clock.h"
 #include "common/base/status.h"
 #include "common/base/unique_fd.h"
 
@@ -28,7 +29,7 @@ struct DescriptorPacket {
 
 // Listens at `path`, mode 0600, non-blocking, in place of what lay there; the path may be longer than a socket address takes.
 absl::StatusOr<UniqueFd> ListenUnix(const std::string& path, int backlog);
-absl::StatusOr<UniqueFd> ConnectUnix(const std::string& path, absl::Time deadline);
+absl::StatusOr<UniqueFd> ConnectUnix(const std::string& path, MonotonicTime deadline);
 
 struct PeerCredentials {
   pid_t pid = 0;
@@ -47,6 +48,6 @@ absl::StatusOr<std::uint32_t> SendPacket(int socket, std::span<const UniqueFd> d
 // Receives exactly `total` descriptors, close-on-exec. After an error none stays open. Errors: DEADLINE_EXCEEDED, UNAVAILABLE
 // (the other end closed), DATA_LOSS (a packet that was cut, or whose header and descriptors disagree), INVALID_ARGUMENT (another
 // total).
-absl::StatusOr<std::vector<UniqueFd>> ReceiveDescriptors(int socket, std::uint32_t total, absl::Time deadline);
+absl::StatusOr<std::vector<UniqueFd>> ReceiveDescriptors(int socket, std::uint32_t total, MonotonicTime deadline);
 
 }  // namespace tandem

@@ -12,8 +12,8 @@
 #include <thread>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "common/base/check.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mutex.h"
 #include "common/memory/lease_book.h"
@@ -35,13 +35,11 @@ namespace {
 
 constexpr absl::Duration kLongestCall = absl::Minutes(10);  // for callers that set no deadline
 constexpr absl::Duration kIdlePoll = absl::Seconds(10);
-constexpr absl::Duration kBusyPoll = absl::Milliseconds(500);  // while the peer holds the lease, or a grant is in doubt
+constexpr absl::Duration kBusyPoll = absl::Milliseconds(500);  // while a peer is attached, or a grant is in doubt
 constexpr absl::Duration kDoubtTimeout = absl::Milliseconds(300);
 
-absl::Time DeadlineOf(const grpc::ServerContext& context) {
-  const absl::Time latest = absl::Now() + kLongestCall;
-  // gRPC's infinite future lies outside absl's range of chrono times: compare there.
-  return context.deadline() > absl::ToChronoTime(latest) ? latest : absl::FromChrono(context.deadline());
+MonotonicTime BoundedDeadline(const grpc::ServerContext& context) {
+  return std::min(DeadlineOf(context), MonotonicTime::Now() + kLongestCall);
 }
 
 class HeldPoolMember final : public PoolMember {
@@ -114,8 +112,8 @@ class HeldPoolMember final : public PoolMember {
   }
   std::vector<v1::OwnedBytes> RegionLedger() const override;
 
-  absl::StatusOr<v1::LeaseState> AcquireElastic(v1::StreamMode mode, absl::Time deadline) override;
-  absl::Status ReleaseElastic(absl::Time deadline) override;
+  absl::StatusOr<v1::LeaseState> AcquireElastic(v1::StreamMode mode, MonotonicTime deadline) override;
+  absl::Status ReleaseElastic(MonotonicTime deadline) override;
   v1::LeaseState lease() const override {
     MutexLock lock(&mutex_);
     return book_.state();
@@ -152,7 +150,7 @@ class HeldPoolMember final : public PoolMember {
   // before the "returned" that precedes it.
   class LeaseCall {
    public:
-    static absl::StatusOr<std::unique_ptr<LeaseCall>> Enter(HeldPoolMember* member, absl::Time deadline);
+    static absl::StatusOr<std::unique_ptr<LeaseCall>> Enter(HeldPoolMember* member, MonotonicTime deadline);
     ~LeaseCall() {
       MutexLock lock(&member_->mutex_);
       member_->is_lease_call_running_ = false;
@@ -181,9 +179,9 @@ class HeldPoolMember final : public PoolMember {
   void ApplyProtection() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { Protect(book_.holder() == options_.role); }
   void Protect(bool is_ours);
 
-  absl::Status CallRelease(std::uint64_t epoch, absl::Time deadline, v1::LeaseState* state);
+  absl::Status CallRelease(std::uint64_t epoch, MonotonicTime deadline, v1::LeaseState* state);
   // Ends a grant that may or may not have been made. Requires: inside a LeaseCall.
-  absl::Status ResolveDoubt(absl::Time deadline);
+  absl::Status ResolveDoubt(MonotonicTime deadline);
 
   void Watch();  // the member's thread
   void Wake() const {
@@ -205,8 +203,8 @@ class HeldPoolMember final : public PoolMember {
   const std::unique_ptr<v1::PoolService::Stub> stub_;
   Service service_;
   std::thread thread_;
-  absl::Time stopped_since_ = absl::InfiniteFuture();  // of the peer; confined to the member's thread
-  bool is_silence_reported_ = false;                   // confined to the member's thread
+  MonotonicTime stopped_since_ = MonotonicTime::InfiniteFuture();  // of the peer; confined to the member's thread
+  bool is_silence_reported_ = false;                               // confined to the member's thread
 
   mutable Mutex mutex_;
   CondVar changed_;
@@ -354,12 +352,12 @@ void HeldPoolMember::LosePeer() {
 // --- Leases: the rollout server's side.
 
 absl::StatusOr<std::unique_ptr<HeldPoolMember::LeaseCall>> HeldPoolMember::LeaseCall::Enter(HeldPoolMember* member,
-                                                                                            absl::Time deadline) {
+                                                                                            MonotonicTime deadline) {
   MutexLock lock(&member->mutex_);
   for (;;) {
     TANDEM_RETURN_IF_ERROR(member->CheckOffering());
     if (!member->is_lease_call_running_ && member->pending_events_.empty() && !member->is_delivering_) break;
-    const absl::Duration left = deadline - absl::Now();
+    const absl::Duration left = deadline - MonotonicTime::Now();
     if (left <= absl::ZeroDuration()) return absl::DeadlineExceededError("lease: an earlier lease call has not ended");
     member->changed_.WaitFor(&member->mutex_, left);
   }
@@ -379,7 +377,7 @@ absl::Status HeldPoolMember::ServeAcquire(const grpc::ServerContext& context, co
   if (request.mode() != v1::STREAM_MODE_DRAIN && request.mode() != v1::STREAM_MODE_PAUSE)
     return absl::InvalidArgumentError(
         absl::StrCat("lease: stream mode ", static_cast<int>(request.mode()), " is neither DRAIN nor PAUSE"));
-  const absl::Time deadline = DeadlineOf(context);
+  const MonotonicTime deadline = BoundedDeadline(context);
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<LeaseCall> call, LeaseCall::Enter(this, deadline));
   std::uint64_t generation = 0;
   {
@@ -410,7 +408,7 @@ absl::Status HeldPoolMember::ServeAcquire(const grpc::ServerContext& context, co
 
 absl::Status HeldPoolMember::ServeRelease(const grpc::ServerContext& context, const v1::ReleaseLeaseRequest& request,
                                           v1::LeaseState* response) {
-  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<LeaseCall> call, LeaseCall::Enter(this, DeadlineOf(context)));
+  TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<LeaseCall> call, LeaseCall::Enter(this, BoundedDeadline(context)));
   bool is_returned = false;
   {
     MutexLock lock(&mutex_);
@@ -425,7 +423,7 @@ absl::Status HeldPoolMember::ServeRelease(const grpc::ServerContext& context, co
 
 // --- Leases: the trainer's side.
 
-absl::StatusOr<v1::LeaseState> HeldPoolMember::AcquireElastic(v1::StreamMode mode, absl::Time deadline) {
+absl::StatusOr<v1::LeaseState> HeldPoolMember::AcquireElastic(v1::StreamMode mode, MonotonicTime deadline) {
   if (options_.role != v1::ROLE_TRAINER)
     return absl::FailedPreconditionError(
         absl::StrCat("lease: ", RoleName(options_.role), " lends the elastic range, it does not acquire it"));
@@ -443,7 +441,7 @@ absl::StatusOr<v1::LeaseState> HeldPoolMember::AcquireElastic(v1::StreamMode mod
     generation = peer_generation_;
   }
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(deadline));
+  context.set_deadline(GrpcDeadline(deadline));
   v1::LeaseState state;
   const absl::Status status = FromGrpc(stub_->AcquireLease(&context, request, &state));
   MutexLock lock(&mutex_);
@@ -464,7 +462,7 @@ absl::StatusOr<v1::LeaseState> HeldPoolMember::AcquireElastic(v1::StreamMode mod
   return book_.state();
 }
 
-absl::Status HeldPoolMember::ReleaseElastic(absl::Time deadline) {
+absl::Status HeldPoolMember::ReleaseElastic(MonotonicTime deadline) {
   if (options_.role != v1::ROLE_TRAINER)
     return absl::FailedPreconditionError(
         absl::StrCat("lease: ", RoleName(options_.role), " lends the elastic range, it does not release it"));
@@ -497,16 +495,16 @@ absl::Status HeldPoolMember::ReleaseElastic(absl::Time deadline) {
   return absl::UnavailableError("lease: the rollout_server died while it took the range back");
 }
 
-absl::Status HeldPoolMember::CallRelease(std::uint64_t epoch, absl::Time deadline, v1::LeaseState* state) {
+absl::Status HeldPoolMember::CallRelease(std::uint64_t epoch, MonotonicTime deadline, v1::LeaseState* state) {
   v1::ReleaseLeaseRequest request;
   request.set_role(options_.role);
   request.set_epoch(epoch);
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(deadline));
+  context.set_deadline(GrpcDeadline(deadline));
   return FromGrpc(stub_->ReleaseLease(&context, request, state));
 }
 
-absl::Status HeldPoolMember::ResolveDoubt(absl::Time deadline) {
+absl::Status HeldPoolMember::ResolveDoubt(MonotonicTime deadline) {
   std::uint64_t epoch = 0, generation = 0;
   {
     MutexLock lock(&mutex_);
@@ -545,10 +543,10 @@ void HeldPoolMember::Watch() {
       MutexLock lock(&mutex_);
       if (is_stopping_) return;
       entries.push_back({.fd = peer_.fd(), .events = POLLIN, .revents = 0});  // poll passes over -1
-      if ((peer_.is_open() && book_.holder() == PeerOf(options_.role)) || doubtful_epoch_.has_value()) timeout = kBusyPoll;
+      if (peer_.is_open() || doubtful_epoch_.has_value()) timeout = kBusyPoll;
       if (!pending_events_.empty()) timeout = absl::ZeroDuration();
     }
-    timeout = std::clamp(server_->next_deadline() - absl::Now(), absl::ZeroDuration(), timeout);
+    timeout = std::clamp(server_->next_deadline() - MonotonicTime::Now(), absl::ZeroDuration(), timeout);
     ::poll(entries.data(), entries.size(), static_cast<int>(absl::ToInt64Milliseconds(timeout)) + 1);
     if ((entries[0].revents & POLLIN) != 0) {
       std::uint64_t count;
@@ -564,7 +562,7 @@ void HeldPoolMember::Watch() {
     DeliverEvents();
     CheckSilence();
     if (has_doubt) {
-      const absl::Time deadline = absl::Now() + kDoubtTimeout;
+      const MonotonicTime deadline = MonotonicTime::Now() + kDoubtTimeout;
       const auto call = LeaseCall::Enter(this, deadline);
       if (call.ok() && !ResolveDoubt(deadline).ok())
         TANDEM_LOG(kDebug, "sharing", "a grant whose answer was lost is not ended yet");
@@ -591,19 +589,22 @@ void HeldPoolMember::DeliverEvents() {
 
 void HeldPoolMember::CheckSilence() {
   MutexLock lock(&mutex_);
-  const bool is_silent = peer_.is_open() && book_.holder() == PeerOf(options_.role) && peer_.IsStopped();
-  if (!is_silent) {
-    stopped_since_ = absl::InfiniteFuture();
+  if (!peer_.IsStopped()) {
+    if (is_silence_reported_ && peer_.is_open())
+      TANDEM_LOG(kInfo, "sharing", RoleName(PeerOf(options_.role)), " pid=", peer_.pid(), " goes on after ",
+                 absl::FormatDuration(MonotonicTime::Now() - stopped_since_));
+    stopped_since_ = MonotonicTime::InfiniteFuture();
     is_silence_reported_ = false;
     return;
   }
-  stopped_since_ = std::min(stopped_since_, absl::Now());
-  if (is_silence_reported_ || absl::Now() - stopped_since_ < options_.holder_timeout) return;
+  stopped_since_ = std::min(stopped_since_, MonotonicTime::Now());
+  if (is_silence_reported_ || MonotonicTime::Now() - stopped_since_ < options_.holder_timeout) return;
   is_silence_reported_ = true;
-  TANDEM_LOG(kError, "sharing", "lease holder ", RoleName(book_.holder()), " pid=", peer_.pid(), " is stopped since ",
-             absl::FormatDuration(absl::Now() - stopped_since_), "; its memory stays its own until it ends",
-             options_.kill_silent_holder ? ": killing it" : "");
-  if (!options_.kill_silent_holder) return;
+  const bool kills = options_.kill_silent_holder && book_.holder() == PeerOf(options_.role);
+  TANDEM_LOG(kError, "sharing", RoleName(PeerOf(options_.role)), " pid=", peer_.pid(), " is stopped since ",
+             absl::FormatDuration(MonotonicTime::Now() - stopped_since_), " lease_holder=", RoleName(book_.holder()),
+             "; what a process holds stays its own until it ends", kills ? ": killing it" : "");
+  if (!kills) return;
   if (const absl::Status status = peer_.Kill(); !status.ok()) TANDEM_LOG(kError, "sharing", std::string(status.message()));
 }
 

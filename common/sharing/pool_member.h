@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "common/base/clock.h"
 #include "common/base/status.h"
 #include "common/gpu/device.h"
 #include "common/model/model_source.h"
@@ -34,7 +35,7 @@ struct PoolMemberOptions {
   std::uint64_t trainer_standing_bytes = 0;  // 0: default
   bool strict_leases = false;
   absl::Duration start_timeout = absl::Minutes(10);  // waiting for the peer to load weights
-  absl::Duration holder_timeout = absl::Minutes(2);  // silence after which a lease holder is reported
+  absl::Duration holder_timeout = absl::Minutes(2);  // after which a peer that is stopped is reported
   bool kill_silent_holder = false;
 };
 
@@ -45,7 +46,7 @@ struct PoolEvents {
   std::function<void(v1::Role peer)> on_peer_lost;  // by pidfd: its memory use has ended
   // Asked of the rollout server only: finish or pause the streams, fence, then return. No kernel may touch the elastic range
   // after.
-  std::function<absl::Status(v1::StreamMode mode, absl::Time deadline)> on_yield_elastic;
+  std::function<absl::Status(v1::StreamMode mode, MonotonicTime deadline)> on_yield_elastic;
   std::function<void()> on_elastic_returned;  // the elastic range is this daemon's again
 };
 
@@ -79,8 +80,8 @@ class PoolMember {
   virtual std::vector<v1::OwnedBytes> RegionLedger() const = 0;
 
   // Lease, from this daemon's side. The trainer asks the rollout server over gRPC; the rollout server holds it otherwise.
-  virtual absl::StatusOr<v1::LeaseState> AcquireElastic(v1::StreamMode mode, absl::Time deadline) = 0;  // trainer only
-  virtual absl::Status ReleaseElastic(absl::Time deadline) = 0;                                         // trainer only
+  virtual absl::StatusOr<v1::LeaseState> AcquireElastic(v1::StreamMode mode, MonotonicTime deadline) = 0;  // trainer only
+  virtual absl::Status ReleaseElastic(MonotonicTime deadline) = 0;                                         // trainer only
   virtual v1::LeaseState lease() const = 0;
   virtual bool holds_elastic() const = 0;
 };

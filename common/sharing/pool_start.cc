@@ -16,6 +16,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/time/clock.h"
 #include "common/base/check.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
 #include "common/memory/pool_plan.h"
@@ -91,7 +92,7 @@ absl::StatusOr<PoolPlan> PlanPool(const PoolMemberOptions& options, PoolSizes si
 }
 
 absl::StatusOr<HeldPool> MakePool(const PoolMemberOptions& options, PoolMemory* memory, FileLock membership) {
-  const absl::Time begin = absl::Now();
+  const MonotonicTime begin = MonotonicTime::Now();
   const absl::StatusOr<std::unique_ptr<ModelSource>> source = ModelSource::Open(options.model_path);
   if (!source.ok()) return Annotate(source.status(), absl::StrCat("opening model '", options.model_path, "'"));
   ModelDescription description = (*source)->description();
@@ -127,10 +128,10 @@ absl::StatusOr<HeldPool> MakePool(const PoolMemberOptions& options, PoolMemory* 
   const std::span<std::byte> model = SpanOf(*mapping, RangeOf(manifest, v1::REGION_KIND_MODEL));
   TANDEM_RETURN_IF_ERROR(CopyFromHost(device, model.data(), description_bytes.data(), description_bytes.size()));
   const std::span<std::byte> weights = SpanOf(*mapping, RangeOf(manifest, v1::REGION_KIND_WEIGHTS)).first(layout.total_bytes);
-  absl::Time logged = absl::Now();
+  MonotonicTime logged = MonotonicTime::Now();
   const absl::Status loaded = (*source)->LoadWeights(layout, device, weights, [&](std::uint64_t bytes) {
-    if (absl::Now() - logged < kLogInterval) return;
-    logged = absl::Now();
+    if (MonotonicTime::Now() - logged < kLogInterval) return;
+    logged = MonotonicTime::Now();
     TANDEM_LOG(kInfo, "sharing", "loading weights bytes=", bytes, " of=", layout.total_bytes);
   });
   if (!loaded.ok()) return Annotate(loaded, absl::StrCat("loading model '", options.model_path, "'"));
@@ -148,7 +149,7 @@ absl::StatusOr<HeldPool> MakePool(const PoolMemberOptions& options, PoolMemory* 
   manifest.set_layout_hash(LayoutHash(manifest, layout));
   TANDEM_RETURN_IF_ERROR(ProtectModel(manifest, mapping.get()));
   TANDEM_LOG(kInfo, "sharing", "made pool=", manifest.pool_id().substr(0, 8),
-             " seconds=", absl::ToDoubleSeconds(absl::Now() - begin));
+             " seconds=", absl::ToDoubleSeconds(MonotonicTime::Now() - begin));
   const LeaseBook lease(RangeOf(manifest, v1::REGION_KIND_ELASTIC),
                         options.role == v1::ROLE_ROLLOUT ? v1::ROLE_ROLLOUT : v1::ROLE_UNSPECIFIED);
   return HeldPool{.membership = std::move(membership),
@@ -178,13 +179,13 @@ class Joiner {
     request.set_pid(::getpid());
     v1::PoolManifest manifest;
     grpc::ClientContext context;
-    context.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+    context.set_deadline(GrpcDeadline(MonotonicTime::Now() + timeout));
     TANDEM_RETURN_IF_ERROR(FromGrpc(stub_->Attach(&context, request, &manifest)));
     return manifest;
   }
 
   // Errors that MayPass(): try again.
-  absl::StatusOr<HeldPool> Join(absl::Time deadline) {
+  absl::StatusOr<HeldPool> Join(MonotonicTime deadline) {
     TANDEM_ASSIGN_OR_RETURN(v1::PoolManifest manifest, Attach(kCallTimeout));
     TANDEM_RETURN_IF_ERROR(CheckManifest(manifest, *memory_));
     TANDEM_RETURN_IF_ERROR(CheckModel(manifest.weights()));
@@ -230,7 +231,7 @@ class Joiner {
   }
 
   absl::StatusOr<std::vector<UniqueFd>> Receive(const v1::PoolManifest& manifest, ProcessWatch* offerer) const {
-    const absl::Time limit = absl::Now() + kHandOverTimeout;
+    const MonotonicTime limit = MonotonicTime::Now() + kHandOverTimeout;
     TANDEM_ASSIGN_OR_RETURN(const UniqueFd socket, ConnectUnix(manifest.socket_path(), limit));
     TANDEM_ASSIGN_OR_RETURN(const PeerCredentials peer, PeerCredentialsOf(socket.get()));
     if (peer.uid != ::geteuid())
@@ -244,7 +245,7 @@ class Joiner {
   }
 
   // UNAVAILABLE: the offerer died and another pool has been begun.
-  absl::StatusOr<FileLock> TakeMembership(const ProcessWatch& offerer, absl::Time deadline) const {
+  absl::StatusOr<FileLock> TakeMembership(const ProcessWatch& offerer, MonotonicTime deadline) const {
     TANDEM_ASSIGN_OR_RETURN(const FileLock decision, run_dir_.LockDecision(deadline));
     TANDEM_ASSIGN_OR_RETURN(std::optional<FileLock> membership, run_dir_.TryLockMembership(options_.role));
     if (!membership.has_value())
@@ -258,7 +259,7 @@ class Joiner {
   }
 
   // An offerer that dies now leaves this daemon as the pool's keeper.
-  absl::Status SayReady(HeldPool* pool, absl::Time deadline) {
+  absl::Status SayReady(HeldPool* pool, MonotonicTime deadline) {
     v1::ReadyRequest request;
     request.set_pool_id(pool->manifest.pool_id());
     request.set_role(options_.role);
@@ -266,12 +267,12 @@ class Joiner {
     for (;;) {
       v1::ReadyResponse response;
       grpc::ClientContext context;
-      context.set_deadline(absl::ToChronoTime(std::min(deadline, absl::Now() + kCallTimeout)));
+      context.set_deadline(GrpcDeadline(std::min(deadline, MonotonicTime::Now() + kCallTimeout)));
       const absl::Status status = FromGrpc(stub_->Ready(&context, request, &response));
       if (status.ok()) return pool->lease.Adopt(response.lease());
       if (pool->peer.HasDied()) break;
       if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status)) return status;
-      if (absl::Now() > deadline) return status;
+      if (MonotonicTime::Now() > deadline) return status;
       absl::SleepFor(kRetryInterval);
     }
     if (pool->manifest.dies_with_maker())
@@ -307,11 +308,11 @@ std::span<std::byte> SpanOf(const PoolMapping& mapping, const v1::ByteRange& ran
 }
 
 absl::StatusOr<HeldPool> FindOrMakePool(const PoolMemberOptions& options, const RunDir& run_dir, PoolMemory* memory) {
-  const absl::Time begin = absl::Now();
-  const absl::Time deadline = begin + options.start_timeout;
+  const MonotonicTime begin = MonotonicTime::Now();
+  const MonotonicTime deadline = begin + options.start_timeout;
   const char* const peer_name = RoleName(PeerOf(options.role));
   absl::Status last;
-  absl::Time logged = absl::InfinitePast();
+  MonotonicTime logged = MonotonicTime::InfinitePast();
   for (;;) {
     Joiner joiner(options, run_dir, memory);  // with a channel of its own: a used one waits longer after each failure
     bool has_peer = false;
@@ -323,7 +324,7 @@ absl::StatusOr<HeldPool> FindOrMakePool(const PoolMemberOptions& options, const 
       if (!membership.has_value()) {
         last =
             absl::AlreadyExistsError(absl::StrCat("another ", RoleName(options.role), " has a pool in '", run_dir.path(), "'"));
-        if (absl::Now() - begin > kPredecessorTimeout) return last;
+        if (MonotonicTime::Now() - begin > kPredecessorTimeout) return last;
       } else if (!has_peer && !options.model_path.empty()) {
         // A daemon that answers here has a pool for life, and is none of this folder's.
         if (joiner.Attach(kProbeTimeout).ok())
@@ -339,7 +340,7 @@ absl::StatusOr<HeldPool> FindOrMakePool(const PoolMemberOptions& options, const 
       absl::StatusOr<HeldPool> pool = joiner.Join(deadline);
       if (pool.ok()) {
         TANDEM_LOG(kInfo, "sharing", "joined pool=", pool->manifest.pool_id().substr(0, 8), " of ", peer_name,
-                   " seconds=", absl::ToDoubleSeconds(absl::Now() - begin));
+                   " seconds=", absl::ToDoubleSeconds(MonotonicTime::Now() - begin));
         return pool;
       }
       if (!MayPass(pool.status())) return Annotate(pool.status(), absl::StrCat("joining the ", peer_name, "'s pool"));
@@ -348,11 +349,11 @@ absl::StatusOr<HeldPool> FindOrMakePool(const PoolMemberOptions& options, const 
       last = absl::UnavailableError(
           absl::StrCat("no ", peer_name, " has a pool in '", run_dir.path(), "', and no model is given to make one"));
     }
-    if (absl::Now() > deadline)
+    if (MonotonicTime::Now() > deadline)
       return absl::DeadlineExceededError(
           absl::StrCat("no pool within ", absl::FormatDuration(options.start_timeout), ": ", last.message()));
-    if (absl::Now() - logged > kLogInterval) {
-      logged = absl::Now();
+    if (MonotonicTime::Now() - logged > kLogInterval) {
+      logged = MonotonicTime::Now();
       TANDEM_LOG(kInfo, "sharing", "waiting for the ", peer_name, "'s pool because=", std::string(last.message()));
     }
     absl::SleepFor(kRetryInterval);

@@ -11,6 +11,7 @@
 #include <system_error>
 
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/memory/lease_book.h"
 
 namespace tandem {
@@ -35,11 +36,11 @@ absl::StatusOr<RunDir> RunDir::Open(const std::string& path) {
 
 std::string RunDir::SocketPath(v1::Role role) const { return absl::StrCat(path_, "/", RoleName(role), ".sock"); }
 
-absl::StatusOr<FileLock> RunDir::LockDecision(absl::Time deadline) const {
+absl::StatusOr<FileLock> RunDir::LockDecision(MonotonicTime deadline) const {
   for (;;) {
     TANDEM_ASSIGN_OR_RETURN(std::optional<FileLock> lock, TryLock("pool.lock", LOCK_EX));
     if (lock.has_value()) return std::move(*lock);
-    if (absl::Now() > deadline)
+    if (MonotonicTime::Now() > deadline)
       return absl::DeadlineExceededError(absl::StrCat("another process holds '", path_, "/pool.lock' for too long"));
     absl::SleepFor(absl::Milliseconds(5));
   }

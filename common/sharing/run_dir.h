@@ -7,6 +7,7 @@
 #include <string>
 
 #include "absl/time/time.h"
+#include "common/base/clock.h"
 #include "common/base/status.h"
 #include "common/base/unique_fd.h"
 #include "proto/types.pb.h"
@@ -33,7 +34,7 @@ class RunDir {
   std::string SocketPath(v1::Role role) const;  // "<path>/rollout_server.sock"
 
   // Held while deciding who makes the pool. Errors: DEADLINE_EXCEEDED.
-  absl::StatusOr<FileLock> LockDecision(absl::Time deadline) const;
+  absl::StatusOr<FileLock> LockDecision(MonotonicTime deadline) const;
   // Held for life by a daemon that has a pool. Absent: another process of that role has it.
   absl::StatusOr<std::optional<FileLock>> TryLockMembership(v1::Role role) const;
   // Does a living process of that role have a pool?

@@ -17,7 +17,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/random.h"
 #include "common/base/units.h"
 #include "common/gpu/stage_clock.h"
@@ -176,7 +176,7 @@ absl::StatusOr<double> TimeSteps(const Bench& bench, const Sequences& sequences,
                                  StageClock* clock) {
   std::vector<double> seconds;
   std::optional<PendingDraw> under_way;
-  absl::Time finished = absl::Now();
+  MonotonicTime finished = MonotonicTime::Now();
   for (int i = 0; i < kWarmUpSteps + absl::GetFlag(FLAGS_steps); ++i) {
     if (i == kWarmUpSteps && clock != nullptr) TANDEM_RETURN_IF_ERROR(clock->Take().status());
     const StepBatch batch = sequences.Decode(context, bench.vocab_size(), bench.adapter, under_way);
@@ -187,7 +187,7 @@ absl::StatusOr<double> TimeSteps(const Bench& bench, const Sequences& sequences,
       TANDEM_RETURN_IF_ERROR(FinishStep(bench, next));
       under_way.reset();
     }
-    const absl::Time now = absl::Now();
+    const MonotonicTime now = MonotonicTime::Now();
     if (i >= kWarmUpSteps) seconds.push_back(absl::ToDoubleSeconds(now - finished));
     finished = now;
   }
@@ -198,14 +198,14 @@ absl::StatusOr<double> TimeSteps(const Bench& bench, const Sequences& sequences,
 
 absl::StatusOr<double> TimePrefill(const Bench& bench, const Case& c, const Sequences& sequences, const SamplingParams& params) {
   const int prefilled = c.is_prompt_shared ? 1 : c.sequences, at_once = std::max(1, kMaxBatchTokens / c.prompt);
-  const absl::Time begin = absl::Now();
+  const MonotonicTime begin = MonotonicTime::Now();
   for (int first = 0; first < prefilled; first += at_once) {
     const StepBatch batch =
         sequences.Step(first, std::min(first + at_once, prefilled), 0, c.prompt, bench.vocab_size(), bench.adapter);
     TANDEM_ASSIGN_OR_RETURN(const PendingDraw draw, StartStep(bench, batch, 0, params, nullptr));
     TANDEM_RETURN_IF_ERROR(FinishStep(bench, draw));
   }
-  return absl::ToDoubleSeconds(absl::Now() - begin);
+  return absl::ToDoubleSeconds(MonotonicTime::Now() - begin);
 }
 
 // Milliseconds a step at the middle context, by part; warm-up steps are none of them.

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/random.h"
 #include "rollout_server/batch/step_batch_builder.h"
@@ -88,7 +88,7 @@ absl::Status Engine::Send(std::function<void()> command) {
   return absl::ResourceExhaustedError(absl::StrCat("the engine's command queue is full: ", kMaxCommands));
 }
 
-absl::Status Engine::SendAndWait(const std::shared_ptr<Reply>& reply, absl::Time deadline, std::string_view what,
+absl::Status Engine::SendAndWait(const std::shared_ptr<Reply>& reply, MonotonicTime deadline, std::string_view what,
                                  std::function<void()> command) {
   TANDEM_RETURN_IF_ERROR(Send(std::move(command)));
   return reply->Wait(deadline, what);
@@ -96,10 +96,11 @@ absl::Status Engine::SendAndWait(const std::shared_ptr<Reply>& reply, absl::Time
 
 absl::Status Engine::Submit(BatchRequest batch, std::shared_ptr<BatchSink> sink) {
   auto request = std::make_shared<BatchRequest>(std::move(batch));
-  return Send([this, request, sink = std::move(sink), arrived = absl::Now()] { AddBatch(std::move(*request), sink, arrived); });
+  return Send(
+      [this, request, sink = std::move(sink), arrived = MonotonicTime::Now()] { AddBatch(std::move(*request), sink, arrived); });
 }
 
-absl::Status Engine::Activate(Adapter adapter, bool drain, absl::Time deadline) {
+absl::Status Engine::Activate(Adapter adapter, bool drain, MonotonicTime deadline) {
   auto reply = std::make_shared<Reply>();
   const std::string what = absl::StrCat("activating version ", adapter.weight_version, " of job ", adapter.job);
   return SendAndWait(reply, deadline, what, [this, reply, adapter = std::move(adapter), drain] {
@@ -122,7 +123,7 @@ absl::Status Engine::Activate(Adapter adapter, bool drain, absl::Time deadline) 
   });
 }
 
-absl::Status Engine::Retire(const std::string& job, absl::Time deadline) {
+absl::Status Engine::Retire(const std::string& job, MonotonicTime deadline) {
   auto reply = std::make_shared<Reply>();
   return SendAndWait(reply, deadline, absl::StrCat("retiring the adapter of job ", job), [this, reply, job] {
     if (!reply->Claim()) return;
@@ -130,7 +131,7 @@ absl::Status Engine::Retire(const std::string& job, absl::Time deadline) {
   });
 }
 
-absl::Status Engine::YieldElastic(v1::StreamMode mode, absl::Time deadline) {
+absl::Status Engine::YieldElastic(v1::StreamMode mode, MonotonicTime deadline) {
   if (mode != v1::STREAM_MODE_DRAIN && mode != v1::STREAM_MODE_PAUSE) {
     return absl::InvalidArgumentError(absl::StrCat("mode: ", static_cast<int>(mode), " is not DRAIN (1) or PAUSE (2)"));
   }
@@ -143,18 +144,19 @@ absl::Status Engine::YieldElastic(v1::StreamMode mode, absl::Time deadline) {
 
 absl::Status Engine::ReturnElastic(std::uint64_t lease_epoch) {
   auto reply = std::make_shared<Reply>();
-  return SendAndWait(reply, absl::Now() + kCommandDeadline, "taking the elastic memory back", [this, reply, lease_epoch] {
-    if (!reply->Claim()) return;
-    lease_epoch_ = lease_epoch;
-    is_paused_ = false;
-    allocator_.ResetPeak();
-    reply->Set(absl::OkStatus());
-  });
+  return SendAndWait(reply, MonotonicTime::Now() + kCommandDeadline, "taking the elastic memory back",
+                     [this, reply, lease_epoch] {
+                       if (!reply->Claim()) return;
+                       lease_epoch_ = lease_epoch;
+                       is_paused_ = false;
+                       allocator_.ResetPeak();
+                       reply->Set(absl::OkStatus());
+                     });
 }
 
 absl::Status Engine::PeerLost() {
   auto reply = std::make_shared<Reply>();
-  return SendAndWait(reply, absl::Now() + kCommandDeadline, "ending the lost trainer's work", [this, reply] {
+  return SendAndWait(reply, MonotonicTime::Now() + kCommandDeadline, "ending the lost trainer's work", [this, reply] {
     if (!reply->Claim()) return;
     std::vector<std::uint64_t> units;
     for (const auto& [id, batch] : batches_) {
@@ -309,7 +311,7 @@ bool Engine::StepLane(Lane lane) {
 
 absl::StatusOr<Engine::StepUnderWay> Engine::StartStep(StepPlan plan) {
   StepUnderWay step;
-  step.begin = absl::Now();
+  step.begin = MonotonicTime::Now();
   step.number = ++num_steps_;
   for (const BlockCopy& copy : plan.copies) TANDEM_RETURN_IF_ERROR(model_->CopyBlock(copy.from, copy.to));
   const StepBatch batch = BuildStepBatch(plan, scheduler_, options_.block_tokens, [&](const Sequence& sequence) {
@@ -398,7 +400,7 @@ void Engine::FinishStep(Lane lane) {
     EndSequence(id, v1::FINISH_REASON_ERROR, "", error);
   }
   metrics_.CountTokens(num_drawn);
-  const absl::Time now = absl::Now();
+  const MonotonicTime now = MonotonicTime::Now();
   metrics_.ObserveStep(lane == Lane::kUnit ? "unit" : "shared", now - std::max(step.begin, finished_), step.plan.num_tokens);
   finished_ = now;
   metrics_.EndStage("finish");
@@ -411,7 +413,7 @@ void Engine::FinishToken(const StepUnderWay::Row& row, const DrawnToken& token) 
   const SamplingParams& sampling = generation.group->sampling;
   scheduler_.Resolve(id, token.id);
   const auto num_tokens = static_cast<std::uint32_t>(scheduler_.sequence(id).completion.size());
-  const absl::Time now = absl::Now();
+  const MonotonicTime now = MonotonicTime::Now();
   if (num_tokens == 1) {
     metrics_.ObserveFirstToken(now - generation.batch->arrived);
   } else {
@@ -472,7 +474,7 @@ void Engine::EndSequence(SequenceId id, v1::FinishReason reason, std::string tex
   sink->OnEnd(absl::OkStatus());
 }
 
-void Engine::AddBatch(BatchRequest request, const std::shared_ptr<BatchSink>& sink, absl::Time arrived) {
+void Engine::AddBatch(BatchRequest request, const std::shared_ptr<BatchSink>& sink, MonotonicTime arrived) {
   if (is_stopping_) return sink->OnEnd(ShuttingDown());
   if (absl::Status status = adapters_.CheckVersion(request.job, request.weight_version); !status.ok()) {
     return sink->OnEnd(std::move(status));

@@ -23,6 +23,7 @@
 
 #include "absl/time/time.h"
 #include "common/base/bounded_queue.h"
+#include "common/base/clock.h"
 #include "common/base/mutex.h"
 #include "common/metrics/metrics.h"
 #include "common/model/tokenizer.h"
@@ -82,11 +83,11 @@ class Engine {
   // down).
   absl::Status Submit(BatchRequest batch, std::shared_ptr<BatchSink> sink);
   // Errors: ABORTED (version), FAILED_PRECONDITION (draining while paused), DEADLINE_EXCEEDED (nothing was activated).
-  absl::Status Activate(Adapter adapter, bool drain, absl::Time deadline);
-  absl::Status Retire(const std::string& job, absl::Time deadline);
+  absl::Status Activate(Adapter adapter, bool drain, MonotonicTime deadline);
+  absl::Status Retire(const std::string& job, MonotonicTime deadline);
   // Returns when no step runs or will run, on the device neither, and nothing cached will be read again. Idempotent. Errors:
   // DEADLINE_EXCEEDED (nothing changed), INTERNAL (the device failed; see error()).
-  absl::Status YieldElastic(v1::StreamMode mode, absl::Time deadline);
+  absl::Status YieldElastic(v1::StreamMode mode, MonotonicTime deadline);
   // Idempotent.
   absl::Status ReturnElastic(std::uint64_t lease_epoch);
   // The trainer is gone: units end, its jobs' adapters are retired.
@@ -105,7 +106,7 @@ class Engine {
     std::shared_ptr<BatchSink> sink;
     std::set<SequenceId> live;
     std::vector<bool> is_prompt_reported;  // by group
-    absl::Time arrived;
+    MonotonicTime arrived;
   };
   struct Generation {  // one sequence's side of sampling
     Batch* batch = nullptr;
@@ -113,7 +114,7 @@ class Engine {
     Member member;
     std::uint64_t seed = 0;
     std::optional<CompletionText> text;
-    absl::Time last_token;
+    MonotonicTime last_token;
     const std::uint32_t* last_token_place = nullptr;  // while it is being drawn
   };
   // Handed to model and sampler; its tokens have not been collected.
@@ -127,7 +128,7 @@ class Engine {
     std::vector<Row> rows;  // of the sequences that draw
     bool penalises = false;
     PendingDraw draw;
-    absl::Time begin;
+    MonotonicTime begin;
   };
   struct PendingActivation {
     Adapter adapter;
@@ -141,7 +142,7 @@ class Engine {
   Engine(EngineOptions options, DecoderModel* model, Sampler* sampler, std::shared_ptr<const Tokenizer> tokenizer,
          Metrics* metrics);
   absl::Status Send(std::function<void()> command);
-  absl::Status SendAndWait(const std::shared_ptr<Reply>& reply, absl::Time deadline, std::string_view what,
+  absl::Status SendAndWait(const std::shared_ptr<Reply>& reply, MonotonicTime deadline, std::string_view what,
                            std::function<void()> command);
 
   // All below: engine thread.
@@ -157,7 +158,7 @@ class Engine {
   void FailStep(const StepPlan& plan, const absl::Status& status);
   std::uint32_t NumDelivered(SequenceId id) const;  // tokens of its completion
   void EndSequence(SequenceId id, v1::FinishReason reason, std::string text, const std::string& error);
-  void AddBatch(BatchRequest request, const std::shared_ptr<BatchSink>& sink, absl::Time arrived);
+  void AddBatch(BatchRequest request, const std::shared_ptr<BatchSink>& sink, MonotonicTime arrived);
   void AddSequences(Batch* batch);
   void EndBatch(std::uint64_t batch_id, v1::FinishReason reason, const absl::Status& status);
   void EndCancelled();
@@ -194,8 +195,8 @@ class Engine {
   std::uint64_t num_steps_ = 0;
   int num_failed_in_a_row_ = 0;
   Lane last_lane_ = Lane::kShared;
-  std::map<Lane, StepUnderWay> under_way_;      // at most one a lane
-  absl::Time finished_ = absl::InfinitePast();  // the last step
+  std::map<Lane, StepUnderWay> under_way_;                  // at most one a lane
+  MonotonicTime finished_ = MonotonicTime::InfinitePast();  // the last step
 
   mutable Mutex mutex_;
   EngineStatus status_ ABSL_GUARDED_BY(mutex_);

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 
 namespace tandem {
 namespace {
@@ -22,7 +22,7 @@ const char* ReasonLabel(v1::FinishReason reason) {
 
 }  // namespace
 
-EngineMetrics::EngineMetrics(Metrics* metrics) : metrics_(metrics), stage_begin_(absl::Now()) {
+EngineMetrics::EngineMetrics(Metrics* metrics) : metrics_(metrics), stage_begin_(MonotonicTime::Now()) {
   // Counters exist from the start, so that a rate over them is known before the first event.
   CountPrompt(0);
   CountTokens(0);
@@ -61,7 +61,7 @@ void EngineMetrics::ObserveStep(const char* lane, absl::Duration duration, std::
   metrics_->AddCounter(kRolloutStepTokensTotal, {lane}, tokens);
 }
 void EngineMetrics::EndStage(const char* stage) {
-  const absl::Time now = absl::Now();
+  const MonotonicTime now = MonotonicTime::Now();
   // The clock may have been set back.
   const absl::Duration spent = std::max(now - stage_begin_, absl::ZeroDuration());
   if (stage != nullptr) metrics_->AddCounter(kRolloutStageSecondsTotal, {stage}, absl::ToDoubleSeconds(spent));

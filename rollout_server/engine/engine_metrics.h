@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/time/time.h"
+#include "common/base/clock.h"
 #include "common/metrics/metrics.h"
 #include "proto/types.pb.h"
 
@@ -112,7 +113,7 @@ class EngineMetrics {
 
  private:
   Metrics* const metrics_;
-  absl::Time stage_begin_;
+  MonotonicTime stage_begin_;
 };
 
 }  // namespace tandem

@@ -2,7 +2,7 @@
 // engine claims the reply before it acts, and a claimed reply is waited for. Thread-safe.
 #pragma once
 
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/mutex.h"
 #include "common/base/status.h"
 
@@ -29,10 +29,10 @@ class Reply {
     changed_.SignalAll();
   }
   // Caller. Errors: DEADLINE_EXCEEDED (nothing was done), or what the engine set.
-  absl::Status Wait(absl::Time deadline, std::string_view what) {
+  absl::Status Wait(MonotonicTime deadline, std::string_view what) {
     MutexLock lock(&mutex_);
     while (state_ != State::kSet) {
-      const absl::Duration left = deadline - absl::Now();
+      const absl::Duration left = deadline - MonotonicTime::Now();
       if (left <= absl::ZeroDuration() && state_ == State::kOpen) {
         state_ = State::kAbandoned;
         return absl::DeadlineExceededError(absl::StrCat(ToAbsl(what), ": not done by its deadline"));

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
 #include "common/gpu/cuda_status.h"
@@ -280,11 +280,11 @@ absl::Status CudaDecoderModel::Submit(const StepBatch& batch, std::optional<std:
 
 absl::Status CudaDecoderModel::CaptureSteps(absl::Duration time_limit) {
   if (is_measuring() || options_.on_part || time_limit <= absl::ZeroDuration()) return absl::OkStatus();
-  const absl::Time begin = absl::Now();
+  const MonotonicTime begin = MonotonicTime::Now();
   StepBatch padding;
   padding.cu_query_lens = {0};
   for (std::int64_t bucket = 1; bucket <= max_bucket(); bucket = BucketOf(bucket + 1)) {
-    if (!graphs_.has_room_ahead() || absl::Now() - begin >= time_limit) break;
+    if (!graphs_.has_room_ahead() || MonotonicTime::Now() - begin >= time_limit) break;
     for (int run = 0; run < 2; ++run) {  // the second is captured
       StepShape shape;
       shape.is_every_row_wanted = true;

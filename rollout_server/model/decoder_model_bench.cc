@@ -9,7 +9,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/random.h"
 #include "common/torch/bench_model.h"
 #include "common/torch/parallel.h"
@@ -88,15 +88,15 @@ absl::Status RunBench() {
     batch.adapter_of.assign(batch.adapter_of.size(), 0);
   }
 
-  const absl::Time start = absl::Now();
+  const MonotonicTime start = MonotonicTime::Now();
   TANDEM_ASSIGN_OR_RETURN(Logits logits, model->Run(batch));
-  const double prefill_seconds = absl::ToDoubleSeconds(absl::Now() - start);
+  const double prefill_seconds = absl::ToDoubleSeconds(MonotonicTime::Now() - start);
   std::vector<double> seconds;
   for (int t = 0; t < tokens; ++t) {
     Advance(logits, kBlockTokens, &batch);
-    const absl::Time begin = absl::Now();
+    const MonotonicTime begin = MonotonicTime::Now();
     TANDEM_ASSIGN_OR_RETURN(logits, model->Run(batch));
-    seconds.push_back(absl::ToDoubleSeconds(absl::Now() - begin));
+    seconds.push_back(absl::ToDoubleSeconds(MonotonicTime::Now() - begin));
   }
   double total = 0;
   for (const double s : seconds) total += s;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/base/clock.h"
 #include "common/rpc/channel.h"
 #include "rollout_server/request/batch_reader.h"
 
@@ -12,13 +13,12 @@ namespace {
 constexpr absl::Duration kPollInterval = absl::Milliseconds(20);  // between looks at a stream that was cancelled
 constexpr absl::Duration kMaxCommandWait = absl::Minutes(10);
 
-// The caller's deadline, within reason.
-absl::Time DeadlineOf(const grpc::ServerContext& context) {
-  return std::min(absl::FromChrono(context.deadline()), absl::Now() + kMaxCommandWait);
+MonotonicTime CommandDeadline(const grpc::ServerContext& context) {
+  return std::min(DeadlineOf(context), MonotonicTime::Now() + kMaxCommandWait);
 }
 
 absl::Status WhyCancelled(const grpc::ServerContext& context) {
-  if (absl::FromChrono(context.deadline()) <= absl::Now()) return absl::DeadlineExceededError("the caller's deadline passed");
+  if (DeadlineOf(context) <= MonotonicTime::Now()) return absl::DeadlineExceededError("the caller's deadline passed");
   return absl::CancelledError("cancelled by the caller, or it was silent for too long");
 }
 
@@ -59,7 +59,7 @@ absl::StatusOr<BatchRequest> RolloutService::ReadBatch(grpc::ServerContext* cont
   while (!reader.is_complete()) {
     bool is_read = false;
     {
-      StreamWatch::Wait wait(&watch_, context, absl::Now() + options_.message_timeout);
+      StreamWatch::Wait wait(&watch_, context, MonotonicTime::Now() + options_.message_timeout);
       is_read = stream->Read(&piece);
     }
     if (!is_read) {
@@ -82,7 +82,7 @@ absl::Status RolloutService::WriteBatch(grpc::ServerContext* context, Stream* st
       case StreamBuffer::Next::kEnd:
         return end;
       case StreamBuffer::Next::kMessage: {
-        StreamWatch::Wait wait(&watch_, context, absl::Now() + options_.message_timeout);
+        StreamWatch::Wait wait(&watch_, context, MonotonicTime::Now() + options_.message_timeout);
         if (!stream->Write(message)) return WhyCancelled(*context);
         break;
       }
@@ -96,7 +96,7 @@ grpc::Status RolloutService::ActivateAdapter(grpc::ServerContext* context, const
       OpenAdapter(*request, options_.config, options_.trainer_region, options_.trainer_region_begin_bytes,
                   options_.max_adapter_rank, options_.pool_device);
   if (!adapter.ok()) return Answer(adapter.status());
-  const absl::Status status = engine_->Activate(*std::move(adapter), request->drain(), DeadlineOf(*context));
+  const absl::Status status = engine_->Activate(*std::move(adapter), request->drain(), CommandDeadline(*context));
   if (status.ok()) response->set_weight_version(request->weight_version());
   return Answer(status);
 }
@@ -104,7 +104,7 @@ grpc::Status RolloutService::ActivateAdapter(grpc::ServerContext* context, const
 grpc::Status RolloutService::RetireAdapter(grpc::ServerContext* context, const v1::RetireAdapterRequest* request,
                                            v1::RetireAdapterResponse* /*response*/) {
   if (request->job().empty()) return ToGrpc(absl::InvalidArgumentError("job: empty; the base model has no adapter"));
-  return Answer(engine_->Retire(request->job(), DeadlineOf(*context)));
+  return Answer(engine_->Retire(request->job(), CommandDeadline(*context)));
 }
 
 grpc::Status RolloutService::GetStatus(grpc::ServerContext* /*context*/, const v1::RolloutStatusRequest* /*request*/,

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 
 namespace tandem {
 namespace {
@@ -95,7 +95,7 @@ void StreamBuffer::Cancel() {
 }
 
 StreamBuffer::Next StreamBuffer::Pop(absl::Duration timeout, v1::GenerateResponse* message, absl::Status* end) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const MonotonicTime deadline = MonotonicTime::Now() + timeout;
   MutexLock lock(&mutex_);
   while (true) {
     if (!prompts_.empty() || !queue_.empty()) {
@@ -106,7 +106,7 @@ StreamBuffer::Next StreamBuffer::Pop(absl::Duration timeout, v1::GenerateRespons
       *end = *end_;
       return Next::kEnd;
     }
-    const absl::Duration left = deadline - absl::Now();
+    const absl::Duration left = deadline - MonotonicTime::Now();
     if (left <= absl::ZeroDuration()) return Next::kTimeout;
     changed_.WaitFor(&mutex_, left);
   }

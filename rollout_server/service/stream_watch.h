@@ -5,7 +5,7 @@
 #include <set>
 #include <thread>
 
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/mutex.h"
 #include "grpcpp/grpcpp.h"
 
@@ -26,7 +26,7 @@ class StreamWatch {
   // While it lives the stream may wait until `deadline`, then it is cancelled.
   class Wait {
    public:
-    Wait(StreamWatch* watch, grpc::ServerContext* context, absl::Time deadline)
+    Wait(StreamWatch* watch, grpc::ServerContext* context, MonotonicTime deadline)
         : watch_(watch), context_(context), deadline_(deadline) {
       MutexLock lock(&watch_->mutex_);
       watch_->waits_.insert(this);
@@ -42,7 +42,7 @@ class StreamWatch {
     friend class StreamWatch;
     StreamWatch* const watch_;
     grpc::ServerContext* const context_;
-    const absl::Time deadline_;
+    const MonotonicTime deadline_;
   };
 
  private:
@@ -50,7 +50,7 @@ class StreamWatch {
     MutexLock lock(&mutex_);
     while (!is_stopping_) {
       for (Wait* wait : waits_) {
-        if (absl::Now() > wait->deadline_) wait->context_->TryCancel();
+        if (MonotonicTime::Now() > wait->deadline_) wait->context_->TryCancel();
       }
       changed_.WaitFor(&mutex_, absl::Milliseconds(100));
     }

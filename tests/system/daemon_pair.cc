@@ -18,8 +18,10 @@
 #include <sstream>
 
 #include "common/base/check.h"
+#include "common/base/clock.h"
 #include "common/base/hash.h"
 #include "common/base/unique_fd.h"
+#include "common/base/units.h"
 #include "common/rpc/channel.h"
 #include "nlohmann/json.hpp"
 
@@ -64,9 +66,38 @@ bool IsLongTest() {
   return value != nullptr && std::string(value) == "1";
 }
 
+std::uint64_t AnonymousBytes(pid_t pid) {
+  std::ifstream file(absl::StrCat("/proc/", pid, "/status"));
+  std::string word;
+  std::uint64_t kib = 0;
+  while (file >> word && word != "RssAnon:") {}
+  file >> kib;
+  return kib * kKiB;
+}
+
+namespace {
+std::uint64_t NumEntries(const std::string& folder) {
+  std::error_code error;
+  std::uint64_t count = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder, error)) ++count;
+  return count;
+}
+}  // namespace
+std::uint64_t NumDescriptors(pid_t pid) { return NumEntries(absl::StrCat("/proc/", pid, "/fd")); }
+std::uint64_t NumThreads(pid_t pid) { return NumEntries(absl::StrCat("/proc/", pid, "/task")); }
+
+bool WaitUntil(absl::Duration timeout, const std::function<bool()>& holds) {
+  const MonotonicTime deadline = MonotonicTime::Now() + timeout;
+  while (!holds()) {
+    if (MonotonicTime::Now() > deadline) return false;
+    absl::SleepFor(absl::Milliseconds(5));
+  }
+  return true;
+}
+
 std::unique_ptr<grpc::ClientContext> ContextFor(absl::Duration timeout) {
   auto context = std::make_unique<grpc::ClientContext>();
-  context->set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+  context->set_deadline(GrpcDeadline(MonotonicTime::Now() + timeout));
   return context;
 }
 
@@ -102,6 +133,7 @@ void DaemonPair::Start(Half half) {
   if (TestDevice() == Device::kCuda) words.push_back("--pool_bytes=4GiB");
   if (!options_.meets_in_run_dir) words.push_back("--peer=" + addresses_[other]);
   words.insert(words.end(), options_.flags.begin(), options_.flags.end());
+  if (half == Half::kTrainer) words.push_back("--http_address=off");
   if (half == Half::kTrainer) words.insert(words.end(), options_.trainer_flags.begin(), options_.trainer_flags.end());
   std::vector<char*> argv;
   for (std::string& word : words) argv.push_back(word.data());
@@ -132,8 +164,8 @@ bool DaemonPair::IsAlive(Half half) {
 }
 
 bool DaemonPair::WaitReady(Half half, absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
-  while (absl::Now() < deadline && IsAlive(half)) {
+  const MonotonicTime deadline = MonotonicTime::Now() + timeout;
+  while (MonotonicTime::Now() < deadline && IsAlive(half)) {
     auto context = ContextFor(absl::Milliseconds(500));
     grpc::Status status;
     if (half == Half::kRollout) {
@@ -155,14 +187,14 @@ void DaemonPair::Signal(Half half, int signal) {
 
 int DaemonPair::Wait(Half half, absl::Duration timeout) {
   const std::size_t i = Index(half);
-  const absl::Time deadline = absl::Now() + timeout;
+  const MonotonicTime deadline = MonotonicTime::Now() + timeout;
   while (pids_[i] > 0) {
     int status = 0;
     if (::waitpid(pids_[i], &status, WNOHANG) == pids_[i]) {
       pids_[i] = -1;
       return status;
     }
-    if (absl::Now() > deadline) return -1;
+    if (MonotonicTime::Now() > deadline) return -1;
     absl::SleepFor(absl::Milliseconds(5));
   }
   return 0;
@@ -224,9 +256,9 @@ absl::StatusOr<v1::JobStatus> DaemonPair::GetJob(const std::string& job) {
 }
 
 absl::StatusOr<v1::JobStatus> DaemonPair::WaitForEnd(const std::string& job, absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const MonotonicTime deadline = MonotonicTime::Now() + timeout;
   absl::StatusOr<v1::JobStatus> last = absl::UnavailableError("never asked");
-  while (absl::Now() < deadline) {
+  while (MonotonicTime::Now() < deadline) {
     last = GetJob(job);
     if (last.ok() && (last->state() == v1::JOB_STATE_SUCCEEDED || last->state() == v1::JOB_STATE_FAILED ||
                       last->state() == v1::JOB_STATE_CANCELLED)) {

@@ -4,6 +4,8 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -75,6 +77,14 @@ class DaemonPair {
   std::string listens_[2], addresses_[2];
   int metrics_ports_[2] = {0, 0};
 };
+
+// What a process has, by /proc.
+std::uint64_t AnonymousBytes(pid_t pid);
+std::uint64_t NumDescriptors(pid_t pid);
+std::uint64_t NumThreads(pid_t pid);
+
+// Looks every few milliseconds until `holds` does; whether it did before `timeout`.
+bool WaitUntil(absl::Duration timeout, const std::function<bool()>& holds);
 
 std::unique_ptr<grpc::ClientContext> ContextFor(absl::Duration timeout);
 // Collects every message of one Generate call: text prompt, `group_size` members.

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <thread>
 
+#include "common/base/clock.h"
 #include "common/base/units.h"
 #include "common/rpc/channel.h"
 #include "tests/support/tiny_model.h"
@@ -54,21 +55,6 @@ std::uint64_t PoolBytes(const v1::RolloutStatus& status) {
   std::uint64_t bytes = 0;
   for (const v1::OwnedBytes& owned : status.ledger()) bytes += owned.in_pool() ? owned.bytes() : 0;
   return bytes;
-}
-
-std::uint64_t AnonymousBytes(pid_t pid) {
-  std::ifstream file(absl::StrCat("/proc/", pid, "/status"));
-  std::string word;
-  std::uint64_t kib = 0;
-  while (file >> word && word != "RssAnon:") {}
-  file >> kib;
-  return kib * kKiB;
-}
-
-std::uint64_t NumDescriptors(pid_t pid) {
-  std::uint64_t count = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(absl::StrCat("/proc/", pid, "/fd"))) ++count;
-  return count;
 }
 
 struct Range {
@@ -140,9 +126,9 @@ void RunAThousandVersions(DaemonPair* pair) {
   ASSERT_TRUE(job.ok()) << job.status();
   Watch watch(pair);
   std::uint64_t first_step = 0, last_step = 0;
-  const absl::Time deadline = absl::Now() + absl::Minutes(8);
+  const MonotonicTime deadline = MonotonicTime::Now() + absl::Minutes(8);
   for (;;) {
-    ASSERT_LT(absl::Now(), deadline) << "step " << last_step;
+    ASSERT_LT(MonotonicTime::Now(), deadline) << "step " << last_step;
     const auto status = pair->GetJob(*job);
     ASSERT_TRUE(status.ok()) << status.status() << pair->log(Half::kTrainer);
     if (status->state() != v1::JOB_STATE_RUNNING && status->state() != v1::JOB_STATE_QUEUED) break;
@@ -291,8 +277,8 @@ TEST(EnduranceTest, TenThousandLongRequestsAreFinishedOrRefused) {
     });
   }
   std::uint32_t most_waiting = 0;
-  const absl::Time deadline = absl::Now() + absl::Minutes(2);
-  while (most_waiting < 5000 && absl::Now() < deadline) {
+  const MonotonicTime deadline = MonotonicTime::Now() + absl::Minutes(2);
+  while (most_waiting < 5000 && MonotonicTime::Now() < deadline) {
     most_waiting = std::max(most_waiting, StatusOf(*pair).waiting_sequences());
     absl::SleepFor(absl::Milliseconds(5));
   }

@@ -9,6 +9,7 @@
 #include <filesystem>
 
 #include "absl/strings/match.h"
+#include "common/base/clock.h"
 #include "common/rpc/channel.h"
 #include "tests/support/tiny_model.h"
 #include "tests/system/daemon_pair.h"
@@ -38,8 +39,8 @@ class LostDeviceTest : public ::testing::Test {
   }
   // False when the job ends, or takes long, before it has done so many steps.
   bool AwaitStep(const std::string& job, std::uint32_t step) {
-    const absl::Time deadline = absl::Now() + absl::Seconds(10);
-    while (absl::Now() < deadline) {
+    const MonotonicTime deadline = MonotonicTime::Now() + absl::Seconds(10);
+    while (MonotonicTime::Now() < deadline) {
       const auto status = pair_->GetJob(job);
       if (status.ok() && status->step() >= step) return true;
       if (status.ok() && status->state() == v1::JOB_STATE_FAILED) return false;
@@ -52,14 +53,14 @@ class LostDeviceTest : public ::testing::Test {
     const Half other = half == Half::kRollout ? Half::kTrainer : Half::kRollout;
     const pid_t other_pid = pair_->pid(other);
     ASSERT_TRUE(AwaitStep(job, at_step)) << pair_->log(Half::kTrainer);
-    const absl::Time begin = absl::Now();
+    const MonotonicTime begin = MonotonicTime::Now();
     pair_->Signal(half, SIGUSR1);
     const int status = pair_->Wait(half, absl::Seconds(5));
     ASSERT_TRUE(status != -1 && WIFEXITED(status)) << "wait status " << status << "\n" << pair_->log(half);
     EXPECT_EQ(WEXITSTATUS(status), kPoisonedContextExitCode) << pair_->log(half);
     EXPECT_TRUE(absl::StrContains(pair_->log(half), "the device context is poisoned")) << pair_->log(half);
     std::printf("%s ended with %d after %s\n", NameOf(half), WEXITSTATUS(status),
-                absl::FormatDuration(absl::Now() - begin).c_str());
+                absl::FormatDuration(MonotonicTime::Now() - begin).c_str());
     EXPECT_TRUE(pair_->IsAlive(other) && pair_->pid(other) == other_pid) << pair_->log(other);
     EXPECT_TRUE(pair_->WaitReady(other, absl::Seconds(5))) << "the other half answers";
     if (half == Half::kRollout) {
@@ -90,8 +91,8 @@ TEST_F(LostDeviceTest, EitherHalfEndsWithItsOwnCodeAndTheJobGoesOn) {
   ASSERT_TRUE(end.ok()) << end.status();
   EXPECT_EQ(end->state(), v1::JOB_STATE_SUCCEEDED) << end->error();
   const std::string trajectory = pair_->Trajectory(*job);
-  EXPECT_EQ(std::count(trajectory.begin(), trajectory.end(), '\n'), kSteps + 2)
-      << "every step once, an evaluation before and after";
+  EXPECT_EQ(std::count(trajectory.begin(), trajectory.end(), '\n'), 1 + kSteps + 2)
+      << "the data, every step once, an evaluation before and after";
 }
 
 }  // namespace

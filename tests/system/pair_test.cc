@@ -10,6 +10,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_split.h"
+#include "common/base/clock.h"
 #include "common/base/hash.h"
 #include "common/base/units.h"
 #include "common/rpc/channel.h"
@@ -196,8 +197,8 @@ TEST(PairTest, PausedJobResumesToTheUndisturbedTrajectory) {
       v1::JobStatus status;
       auto context = ContextFor(absl::Seconds(30));
       ASSERT_TRUE(pair->Trainer()->Pause(context.get(), pause, &status).ok());
-      const absl::Time deadline = absl::Now() + absl::Seconds(30);
-      while (pair->GetJob(*job)->state() == v1::JOB_STATE_RUNNING && absl::Now() < deadline)
+      const MonotonicTime deadline = MonotonicTime::Now() + absl::Seconds(30);
+      while (pair->GetJob(*job)->state() == v1::JOB_STATE_RUNNING && MonotonicTime::Now() < deadline)
         absl::SleepFor(absl::Milliseconds(20));
       EXPECT_EQ(pair->GetJob(*job)->state(), v1::JOB_STATE_PAUSED);
       v1::ResumeRequest resume;

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <random>
 
+#include "common/base/clock.h"
 #include "common/base/units.h"
 #include "common/rpc/channel.h"
 #include "tests/support/tiny_model.h"
@@ -106,10 +107,10 @@ void ExpectSurvives(const std::string& name, unsigned seed, Choose choose) {
     absl::SleepFor(absl::Milliseconds(std::uniform_int_distribution<int>(0, 200)(random)));
     const Half half = choose(random);
     pair->Kill(half);
-    const absl::Time begin = absl::Now();
+    const MonotonicTime begin = MonotonicTime::Now();
     pair->Start(half);
     ASSERT_TRUE(pair->WaitReady(half, kAttachLimit)) << "kill " << kills << "\n" << pair->log(half);
-    slowest = std::max(slowest, absl::Now() - begin);
+    slowest = std::max(slowest, MonotonicTime::Now() - begin);
   }
   EXPECT_EQ(kills, kKills) << "the job ended too early to be disturbed";
   std::printf("%d kills, slowest return: %s\n", kills, absl::FormatDuration(slowest).c_str());
@@ -173,8 +174,8 @@ TEST(RecoveryTest, SigtermLosesNoStepAndTheOtherHalfLivesOn) {
   std::uint64_t step = 0;
   for (const Half half : {Half::kTrainer, Half::kRollout, Half::kTrainer}) {
     const std::uint64_t wanted = step + 30;
-    const absl::Time deadline = absl::Now() + absl::Seconds(60);
-    for (step = 0; step < wanted && absl::Now() < deadline; absl::SleepFor(absl::Milliseconds(10))) {
+    const MonotonicTime deadline = MonotonicTime::Now() + absl::Seconds(60);
+    for (step = 0; step < wanted && MonotonicTime::Now() < deadline; absl::SleepFor(absl::Milliseconds(10))) {
       const auto status = pair->GetJob(*job);
       if (status.ok()) step = status->step();
     }
@@ -254,21 +255,6 @@ TEST(RecoveryTest, StoppedPeerIsWaitedForAndTheTrajectoryIsUnchanged) {
   ExpectUndisturbed(pair.get(), job);
 }
 
-std::uint64_t AnonymousKib(pid_t pid) {
-  std::ifstream file(absl::StrCat("/proc/", pid, "/status"));
-  std::string word;
-  std::uint64_t kib = 0;
-  while (file >> word && word != "RssAnon:") {}
-  file >> kib;
-  return kib;
-}
-
-int NumDescriptors(pid_t pid) {
-  int count = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(absl::StrCat("/proc/", pid, "/fd"))) ++count;
-  return count;
-}
-
 std::uint64_t PoolBytes(DaemonPair* pair) {
   v1::TrainerStatus status;
   auto context = ContextFor(absl::Seconds(5));
@@ -289,19 +275,19 @@ TEST(RecoveryTest, DescriptorsAndMemoryAreFlatOverAHundredSwitches) {
   constexpr std::uint32_t kWarmSteps = 40;
   auto pair = StartPair("flat");
   const std::string job = SubmitTiny(pair.get());
-  const absl::Time deadline = absl::Now() + absl::Seconds(120);
-  while (absl::Now() < deadline) {
+  const MonotonicTime deadline = MonotonicTime::Now() + absl::Seconds(120);
+  while (MonotonicTime::Now() < deadline) {
     const auto status = pair->GetJob(job);
     if (status.ok() && status->step() >= kWarmSteps) break;
     absl::SleepFor(absl::Milliseconds(5));
   }
-  int descriptors[2];
-  std::uint64_t anonymous_kib[2];
+  std::uint64_t descriptors[2];
+  std::uint64_t anonymous_bytes[2];
   const std::uint64_t pool_bytes = PoolBytes(pair.get());
   const std::uint64_t device_bytes = DeviceBytes();
   for (std::size_t i = 0; i < 2; ++i) {
     descriptors[i] = NumDescriptors(pair->pid(kBoth[i]));
-    anonymous_kib[i] = AnonymousKib(pair->pid(kBoth[i]));
+    anonymous_bytes[i] = AnonymousBytes(pair->pid(kBoth[i]));
   }
   ASSERT_LT(pair->GetJob(job)->step() + 100, static_cast<std::uint32_t>(kSteps)) << "too late to see a hundred switches";
   ExpectSucceeds(pair.get(), job);
@@ -315,7 +301,8 @@ TEST(RecoveryTest, DescriptorsAndMemoryAreFlatOverAHundredSwitches) {
   for (std::size_t i = 0; i < 2; ++i) {
     // A call under way may hold a socket or two; under 100 KiB a cycle is allocator slack, not a leak of what a step holds.
     EXPECT_LE(NumDescriptors(pair->pid(kBoth[i])), descriptors[i] + 3);
-    EXPECT_LE(AnonymousKib(pair->pid(kBoth[i])), anonymous_kib[i] + 90 * (static_cast<std::uint32_t>(kSteps) - kWarmSteps));
+    EXPECT_LE(AnonymousBytes(pair->pid(kBoth[i])),
+              anonymous_bytes[i] + 90 * kKiB * (static_cast<std::uint32_t>(kSteps) - kWarmSteps));
   }
 }
 

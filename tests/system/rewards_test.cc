@@ -16,6 +16,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "common/base/clock.h"
 #include "nlohmann/json.hpp"
 #include "tests/support/tiny_model.h"
 #include "tests/system/daemon_pair.h"
@@ -247,9 +248,9 @@ TEST_F(RewardsTest, AKilledTrainerLeavesNoWorkerAndItsJobGoesOn) {
     }
     return count;
   };
-  const absl::Time limit = absl::Now() + absl::Seconds(10);
+  const MonotonicTime limit = MonotonicTime::Now() + absl::Seconds(10);
   while (count_others() > 0) {
-    ASSERT_LT(absl::Now(), limit) << "workers are left";
+    ASSERT_LT(MonotonicTime::Now(), limit) << "workers are left";
     absl::SleepFor(absl::Milliseconds(10));
   }
   pair_->Start(Half::kTrainer);

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/mutex.h"
 #include "common/base/units.h"
 #include "common/rpc/channel.h"
@@ -67,14 +68,14 @@ std::unique_ptr<GenerateStream> Ask(v1::RolloutService::Stub* stub, grpc::Client
 }
 
 // A request of one token each, drawn under `version` (0: any). When the first was here.
-absl::StatusOr<absl::Time> AskForOneToken(v1::RolloutService::Stub* stub, const std::string& job, std::uint64_t version) {
+absl::StatusOr<MonotonicTime> AskForOneToken(v1::RolloutService::Stub* stub, const std::string& job, std::uint64_t version) {
   const auto context = ContextFor(absl::Seconds(60));
   const auto stream = Ask(stub, context.get(), job, 1);
-  absl::Time first = absl::InfiniteFuture();
+  MonotonicTime first = MonotonicTime::InfiniteFuture();
   v1::GenerateResponse response;
   while (stream->Read(&response)) {
     if (!response.has_tokens()) continue;
-    first = std::min(first, absl::Now());
+    first = std::min(first, MonotonicTime::Now());
     const auto& spans = response.tokens().version_spans();
     if (version != 0 && (spans.empty() || spans[0].weight_version() != version))
       return absl::InternalError(absl::StrCat("a token that is not of version ", version));
@@ -92,11 +93,11 @@ class Stream {
     thread_.join();
   }
   // When the first token that came after `begin`, of `version` or a later one, was here. Errors: DEADLINE_EXCEEDED.
-  absl::StatusOr<absl::Time> Await(absl::Time begin, std::uint64_t version = 0) {
-    const absl::Time deadline = absl::Now() + absl::Seconds(30);
+  absl::StatusOr<MonotonicTime> Await(MonotonicTime begin, std::uint64_t version = 0) {
+    const MonotonicTime deadline = MonotonicTime::Now() + absl::Seconds(30);
     MutexLock lock(&mutex_);
     while (last_ < begin || version_ < version) {
-      if (absl::Now() > deadline) return absl::DeadlineExceededError(absl::StrCat("no token for 30 s: ", fault_));
+      if (MonotonicTime::Now() > deadline) return absl::DeadlineExceededError(absl::StrCat("no token for 30 s: ", fault_));
       changed_.WaitFor(&mutex_, absl::Milliseconds(200));
     }
     return last_;
@@ -112,11 +113,11 @@ class Stream {
       auto context = ContextFor(absl::Minutes(5));
       const auto stream = Ask(stub_.get(), context.get(), job_, kMaxTokens);
       v1::GenerateResponse response;
-      absl::Time before = absl::InfiniteFuture();
+      MonotonicTime before = MonotonicTime::InfiniteFuture();
       while (stream->Read(&response)) {
         if (is_stopping_) context->TryCancel();
         if (!response.has_tokens() || response.member_index() != 0) continue;
-        const absl::Time now = absl::Now();
+        const MonotonicTime now = MonotonicTime::Now();
         MutexLock lock(&mutex_);
         if (response.tokens().ids_size() == 1 && before < now) gaps_.Add(now - before);
         before = last_ = now;
@@ -135,7 +136,7 @@ class Stream {
   std::atomic<bool> is_stopping_ = false;
   mutable Mutex mutex_;
   CondVar changed_;
-  absl::Time last_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+  MonotonicTime last_ ABSL_GUARDED_BY(mutex_) = MonotonicTime::InfinitePast();
   std::uint64_t version_ ABSL_GUARDED_BY(mutex_) = 0;
   Times gaps_ ABSL_GUARDED_BY(mutex_);
   std::string fault_ ABSL_GUARDED_BY(mutex_);
@@ -144,8 +145,8 @@ class Stream {
 
 absl::StatusOr<nlohmann::json> MeasureSteps(const DaemonPair& pair, const std::string& job) {
   Stream stream(&pair, job);
-  const absl::Time end = absl::Now() + absl::Seconds(2);
-  while (absl::Now() < end) TANDEM_RETURN_IF_ERROR(stream.Await(absl::Now()).status());
+  const MonotonicTime end = MonotonicTime::Now() + absl::Seconds(2);
+  while (MonotonicTime::Now() < end) TANDEM_RETURN_IF_ERROR(stream.Await(MonotonicTime::Now()).status());
   return stream.gaps().Json();
 }
 
@@ -156,15 +157,15 @@ absl::Status MeasureSwitches(const DaemonPair& pair, PoolMember* pool, bool is_s
   if (is_streaming) stream.emplace(&pair, "");
   Times acquire, release, first_token;
   for (int i = -kWarmUps; i < kRounds; ++i) {
-    if (is_streaming) TANDEM_RETURN_IF_ERROR(stream->Await(absl::Now()).status());
-    const absl::Time begin = absl::Now();
+    if (is_streaming) TANDEM_RETURN_IF_ERROR(stream->Await(MonotonicTime::Now()).status());
+    const MonotonicTime begin = MonotonicTime::Now();
     TANDEM_RETURN_IF_ERROR(pool->AcquireElastic(v1::STREAM_MODE_PAUSE, begin + absl::Seconds(10)).status());
-    const absl::Time acquired = absl::Now();
+    const MonotonicTime acquired = MonotonicTime::Now();
     absl::SleepFor(absl::Milliseconds(10));  // the trainer's work; tokens drawn before the switch have long arrived
-    const absl::Time back = absl::Now();
+    const MonotonicTime back = MonotonicTime::Now();
     TANDEM_RETURN_IF_ERROR(pool->ReleaseElastic(back + absl::Seconds(10)));
-    const absl::Time released = absl::Now();
-    absl::Time token = released;
+    const MonotonicTime released = MonotonicTime::Now();
+    MonotonicTime token = released;
     if (is_streaming) { TANDEM_ASSIGN_OR_RETURN(token, stream->Await(back)); }
     if (i < 0) continue;
     acquire.Add(acquired - begin);
@@ -218,12 +219,12 @@ absl::Status MeasurePublishes(const DaemonPair& pair, PoolMember* pool, nlohmann
   // As a job publishes: between two batches. What a request takes without a publication before it is told beside.
   Times request, call, first_token;
   for (int i = -kWarmUps; i < kRounds; ++i) {
-    const absl::Time asked = absl::Now();
-    TANDEM_ASSIGN_OR_RETURN(const absl::Time answered, AskForOneToken(stub.get(), kJob, version));
-    const absl::Time begin = absl::Now();
+    const MonotonicTime asked = MonotonicTime::Now();
+    TANDEM_ASSIGN_OR_RETURN(const MonotonicTime answered, AskForOneToken(stub.get(), kJob, version));
+    const MonotonicTime begin = MonotonicTime::Now();
     TANDEM_RETURN_IF_ERROR(publish(++version));
-    const absl::Time published = absl::Now();
-    TANDEM_ASSIGN_OR_RETURN(const absl::Time token, AskForOneToken(stub.get(), kJob, version));
+    const MonotonicTime published = MonotonicTime::Now();
+    TANDEM_ASSIGN_OR_RETURN(const MonotonicTime token, AskForOneToken(stub.get(), kJob, version));
     if (i < 0) continue;
     request.Add(answered - asked);
     call.Add(published - begin);
@@ -234,12 +235,12 @@ absl::Status MeasurePublishes(const DaemonPair& pair, PoolMember* pool, nlohmann
   {
     Stream stream(&pair, kJob);
     for (int i = -kWarmUps; i < kRounds; ++i) {
-      TANDEM_RETURN_IF_ERROR(stream.Await(absl::Now()).status());
+      TANDEM_RETURN_IF_ERROR(stream.Await(MonotonicTime::Now()).status());
       absl::SleepFor(absl::Milliseconds(7));  // not in step with the engine
-      const absl::Time begin = absl::Now();
+      const MonotonicTime begin = MonotonicTime::Now();
       TANDEM_RETURN_IF_ERROR(publish(++version));
-      const absl::Time published = absl::Now();
-      TANDEM_ASSIGN_OR_RETURN(const absl::Time token, stream.Await(begin, version));
+      const MonotonicTime published = MonotonicTime::Now();
+      TANDEM_ASSIGN_OR_RETURN(const MonotonicTime token, stream.Await(begin, version));
       if (i < 0) continue;
       streaming_call.Add(published - begin);
       streaming_token.Add(token - begin);

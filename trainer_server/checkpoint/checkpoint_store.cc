@@ -10,6 +10,7 @@
 #include "common/base/hash.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
+#include "common/model/bounded_json.h"
 #include "nlohmann/json.hpp"
 #include "trainer_server/checkpoint/durable_file.h"
 
@@ -32,6 +33,7 @@ constexpr char kWithoutRise[] = "evaluations_without_rise";
 constexpr char kCheckpoints[] = "checkpoints";  // of a job's folder
 constexpr char kStepPrefix[] = "step-";
 constexpr char kPartialPrefix[] = "partial-";
+constexpr char kDamagedPrefix[] = "damaged-";    // before the name of one that an older one was taken for
 constexpr char kReplacedPrefix[] = "replaced-";  // before the name of a checkpoint whose step is written again
 constexpr std::size_t kMaxTextBytes = 1 << 20;
 constexpr std::size_t kMaxArrayBytes = std::size_t{1} << 36;
@@ -95,7 +97,7 @@ absl::StatusOr<EvaluationProgress> ProgressFromJson(const nlohmann::json& json, 
 }
 
 absl::StatusOr<CheckpointState> StateFromJson(const std::string& text, const std::string& path) {
-  const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
+  const nlohmann::json json = ParseBoundedJson(text, path, "the file").value_or(nlohmann::json());
   CheckpointState state;
   for (const StateField& field : kStateFields) {
     if (!json.is_object() || !json.contains(field.name) || !json[field.name].is_number_unsigned()) {
@@ -153,7 +155,7 @@ absl::StatusOr<nlohmann::json> ReadManifest(const std::string& directory) {
   const std::string path = directory + "/" + kManifest;
   const absl::StatusOr<std::string> text = ReadWholeFile(path, kMaxTextBytes);
   if (!text.ok()) return absl::DataLossError(absl::StrCat("checkpoint ", path, ": ", text.status().message()));
-  nlohmann::json manifest = nlohmann::json::parse(*text, nullptr, false);
+  nlohmann::json manifest = ParseBoundedJson(*text, path, "the file").value_or(nlohmann::json());
   if (!manifest.is_object() || !manifest.contains("files") || !manifest["files"].is_object() || !manifest.contains("format")) {
     return absl::DataLossError(absl::StrCat("checkpoint ", path, " is not a manifest"));
   }
@@ -301,9 +303,40 @@ absl::Status CheckpointStore::Write(const CheckpointState& state, const std::str
 
 absl::StatusOr<std::optional<CheckpointState>> CheckpointStore::LoadNewest(const std::string& job_text,
                                                                            const CheckpointArrays& arrays) const {
+  std::vector<std::uint64_t> damaged;
+  absl::Status damage;
   const std::vector<std::uint64_t> steps = Steps();
-  if (steps.empty()) return std::nullopt;
-  const std::string directory = DirectoryOf(steps.back());
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    absl::StatusOr<CheckpointState> state = Load(*step, job_text, arrays);
+    if (state.ok()) {
+      for (const std::uint64_t newer : damaged) TANDEM_RETURN_IF_ERROR(SetAside(newer));
+      return std::optional(*std::move(state));
+    }
+    if (!absl::IsDataLoss(state.status())) return state.status();
+    TANDEM_LOG(kError, "checkpoint", "damaged step=", *step, " because=", std::string(state.status().message()));
+    damaged.push_back(*step);
+    if (damage.ok()) damage = state.status();
+  }
+  if (!damage.ok()) return damage;
+  return std::nullopt;
+}
+
+// What is trained again may be equal to the manifest of a damaged one, which must not
+// be taken for written.
+absl::Status CheckpointStore::SetAside(std::uint64_t step) const {
+  const std::string path = DirectoryOf(step);
+  const std::string aside = absl::StrCat(directory_, "/", kDamagedPrefix, fs::path(path).filename().string());
+  std::error_code error;
+  fs::remove_all(aside, error);
+  fs::rename(path, aside, error);
+  if (error) return absl::InternalError(absl::StrCat("renaming ", path, " to ", aside, " failed: ", error.message()));
+  TANDEM_LOG(kWarning, "checkpoint", "set aside path=", aside);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<CheckpointState> CheckpointStore::Load(std::uint64_t step, const std::string& job_text,
+                                                      const CheckpointArrays& arrays) const {
+  const std::string directory = DirectoryOf(step);
   TANDEM_ASSIGN_OR_RETURN(const nlohmann::json manifest, ReadManifest(directory));
   TANDEM_ASSIGN_OR_RETURN(const std::string stored_job, ReadChecked(directory, manifest, kJob, kMaxTextBytes));
   if (stored_job != job_text) {
@@ -311,9 +344,7 @@ absl::StatusOr<std::optional<CheckpointState>> CheckpointStore::LoadNewest(const
   }
   TANDEM_ASSIGN_OR_RETURN(const std::string state_text, ReadChecked(directory, manifest, kState, kMaxTextBytes));
   TANDEM_ASSIGN_OR_RETURN(const CheckpointState state, StateFromJson(state_text, directory + "/" + kState));
-  if (state.step != steps.back()) {
-    return absl::DataLossError(absl::StrCat("checkpoint ", directory, " holds step ", state.step));
-  }
+  if (state.step != step) { return absl::DataLossError(absl::StrCat("checkpoint ", directory, " holds step ", state.step)); }
   for (const ArrayFile& file : kArrayFiles) {
     const std::span<std::byte> target = arrays.*file.bytes;
     if (target.empty() && file.is_optional) continue;

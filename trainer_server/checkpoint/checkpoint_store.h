@@ -71,9 +71,11 @@ class CheckpointStore {
   absl::Status Write(const CheckpointState& state, const std::string& job_text, const CheckpointArrays& arrays, std::size_t keep);
   // Steps of the checkpoints here, ascending.
   std::vector<std::uint64_t> Steps() const;
-  // Fills `arrays` from the newest checkpoint; nullopt when there is none. Errors: DATA_LOSS naming the file that is absent, of
-  // another size or checksum (then `arrays` are unspecified): a resume never starts with less than it left; FAILED_PRECONDITION
-  // when job text or array sizes are not this job's.
+  // Fills `arrays` from the newest checkpoint that is whole; nullopt when there is none at all. Newer ones that are damaged are
+  // told of in the log and set aside as damaged-step-N: the steps since are trained again. For the one writer. Errors: DATA_LOSS
+  // naming the newest one's file that is absent, of another size or checksum, where none is whole (then `arrays` are
+  // unspecified): a resume never starts with less than it left; FAILED_PRECONDITION when job text or array sizes are not this
+  // job's.
   absl::StatusOr<std::optional<CheckpointState>> LoadNewest(const std::string& job_text, const CheckpointArrays& arrays) const;
   // The adapter alone, checked as above, for export. Errors: NOT_FOUND (no checkpoint), DATA_LOSS.
   absl::StatusOr<std::string> ReadNewestAdapter() const;
@@ -92,6 +94,8 @@ class CheckpointStore {
   };
   absl::StatusOr<Room> FindRoom() const;
   absl::Status MakeRoom(std::uint64_t size_bytes, std::optional<std::uint64_t> best_step) const;
+  absl::StatusOr<CheckpointState> Load(std::uint64_t step, const std::string& job_text, const CheckpointArrays& arrays) const;
+  absl::Status SetAside(std::uint64_t step) const;
   absl::StatusOr<std::string> ReadAdapter(std::uint64_t step) const;
 
   std::string directory_;

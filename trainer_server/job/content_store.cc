@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "trainer_server/checkpoint/durable_file.h"
 
 namespace tandem {
@@ -47,8 +48,9 @@ absl::StatusOr<std::unique_ptr<ContentStore>> ContentStore::Open(const std::stri
     }
     const std::string sha256 = name.substr(std::strlen(kPartialPrefix), 64);
     if (CheckAddress(sha256).ok() && found.st_size > 0) {
+      const absl::Duration age = std::max(absl::Now() - absl::FromTimeT(found.st_mtime), absl::ZeroDuration());
       store->Keep(path.string(), sha256,
-                  {.bytes = static_cast<std::uint64_t>(found.st_size), .since = absl::FromTimeT(found.st_mtime)});
+                  {.bytes = static_cast<std::uint64_t>(found.st_size), .since = MonotonicTime::Now() - age});
     } else {
       ::unlink(path.c_str());
     }
@@ -86,7 +88,7 @@ void ContentStore::MakeRoom(std::uint64_t size_bytes) {
   while (!partials_.empty()) {
     const auto oldest = std::ranges::min_element(partials_, {}, [](const auto& entry) { return entry.second.since; });
     const bool is_full = size_bytes <= limit_bytes_ && used_bytes_ > limit_bytes_ - size_bytes;
-    if (absl::Now() - oldest->second.since < kPartialLife && partials_.size() <= kMaxPartials && !is_full) return;
+    if (MonotonicTime::Now() - oldest->second.since < kPartialLife && partials_.size() <= kMaxPartials && !is_full) return;
     Drop(oldest);
   }
 }
@@ -157,7 +159,7 @@ ContentStore::Upload::~Upload() {
   if (is_faulty_ || bytes == 0) {
     ::unlink(partial_path_.c_str());
   } else {
-    store_->Keep(partial_path_, sha256_, {.bytes = bytes, .since = absl::Now()});
+    store_->Keep(partial_path_, sha256_, {.bytes = bytes, .since = MonotonicTime::Now()});
   }
 }
 

@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "absl/time/time.h"
+#include "common/base/clock.h"
 #include "common/base/hash.h"
 #include "common/base/mutex.h"
 #include "common/base/status.h"
@@ -70,7 +71,7 @@ class ContentStore {
   ContentStore(std::string directory, std::uint64_t limit_bytes) : directory_(std::move(directory)), limit_bytes_(limit_bytes) {}
   struct Partial {
     std::uint64_t bytes = 0;
-    absl::Time since;
+    MonotonicTime since;
   };
   using Partials = std::map<std::string, Partial>;  // by SHA-256 of the whole
 

@@ -13,7 +13,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/random.h"
 #include "common/base/units.h"
 #include "common/gpu/stream.h"
@@ -63,10 +63,10 @@ absl::StatusOr<double> MedianSeconds(Stream* stream, const std::function<void()>
   std::vector<double> seconds;
   for (int n = 0; n <= absl::GetFlag(FLAGS_runs); ++n) {
     TANDEM_RETURN_IF_ERROR(stream->Synchronize());
-    const absl::Time begin = absl::Now();
+    const MonotonicTime begin = MonotonicTime::Now();
     run();
     TANDEM_RETURN_IF_ERROR(stream->Synchronize());
-    if (n > 0) seconds.push_back(absl::ToDoubleSeconds(absl::Now() - begin));  // the first one builds graphs
+    if (n > 0) seconds.push_back(absl::ToDoubleSeconds(MonotonicTime::Now() - begin));  // the first one builds graphs
   }
   std::sort(seconds.begin(), seconds.end());
   return seconds[seconds.size() / 2];

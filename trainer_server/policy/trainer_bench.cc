@@ -18,7 +18,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/random.h"
 #include "common/base/units.h"
 #include "common/gpu/device.h"
@@ -161,11 +161,11 @@ absl::StatusOr<double> ReferenceRate(Device device, Gemm* gemm, Stream* stream) 
   double best = 0;
   for (int round = 0; round < 10; ++round) {
     TANDEM_RETURN_IF_ERROR(stream->Synchronize());
-    const absl::Time begin = absl::Now();
+    const MonotonicTime begin = MonotonicTime::Now();
     TANDEM_RETURN_IF_ERROR(
         gemm->Run({view(factors.data()), view(factors.data() + kSize * kSize), view(product.data())}, stream->handle()));
     TANDEM_RETURN_IF_ERROR(stream->Synchronize());
-    best = std::max(best, 2.0 * kSize * kSize * kSize / absl::ToDoubleSeconds(absl::Now() - begin));
+    best = std::max(best, 2.0 * kSize * kSize * kSize / absl::ToDoubleSeconds(MonotonicTime::Now() - begin));
   }
   return best;
 }
@@ -296,7 +296,7 @@ absl::Status RunBench() {
   std::vector<double> seconds;
   const int num_steps = absl::GetFlag(FLAGS_steps);
   for (int step = 0; step <= num_steps; ++step) {
-    const absl::Time begin = absl::Now();
+    const MonotonicTime begin = MonotonicTime::Now();
     TANDEM_RETURN_IF_ERROR(policy->ZeroGradients());
     for (const MicroBatch& batch : batches) {
       TANDEM_ASSIGN_OR_RETURN(const HeadScores scores, policy->Forward(batch, false, 0));
@@ -308,7 +308,7 @@ absl::Status RunBench() {
                                .status());
     TANDEM_ASSIGN_OR_RETURN(const std::vector<StageSpan> spans, clock->Take());
     if (step == 0) continue;
-    seconds.push_back(absl::ToDoubleSeconds(absl::Now() - begin));
+    seconds.push_back(absl::ToDoubleSeconds(MonotonicTime::Now() - begin));
     for (const auto& [stage, spent] : SecondsByStage(spans)) figures.stages[stage] += spent / num_steps;
     if (step == num_steps) TANDEM_RETURN_IF_ERROR(LookAtCopies(spans, stream->handle(), &figures));
   }

@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "common/base/check.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/rpc/channel.h"
 #include "kernels/checksum/checksum.h"
@@ -12,7 +12,7 @@ namespace tandem {
 
 absl::Status RetireAdapter(RolloutPeer* peer, const std::string& job, absl::Duration deadline) {
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + deadline));
+  context.set_deadline(GrpcDeadline(MonotonicTime::Now() + deadline));
   RolloutPeer::ScopedCall call(peer, &context);
   v1::RetireAdapterRequest request;
   request.set_job(job);
@@ -42,7 +42,7 @@ absl::Status AdapterPublisher::Activate(std::uint64_t version, std::size_t slot,
   for (const LinearKind kind : options_.layout.targets) place->add_targets(LinearKindName(kind));
   place->set_checksum(checksum);
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + options_.activate_deadline));
+  context.set_deadline(GrpcDeadline(MonotonicTime::Now() + options_.activate_deadline));
   RolloutPeer::ScopedCall call(peer_, &context);
   v1::ActivateAdapterResponse response;
   return Annotate(FromGrpc(peer_->stub()->ActivateAdapter(&context, request, &response)),
@@ -72,10 +72,10 @@ absl::Status AdapterPublisher::Publish(std::uint64_t version, std::span<const st
 }
 
 absl::Status AdapterPublisher::PublishWhenServing(std::uint64_t version, std::span<const std::byte> adapter) {
-  const absl::Time limit = absl::Now() + peer_->patience();
+  const MonotonicTime limit = MonotonicTime::Now() + peer_->patience();
   while (true) {
     const absl::Status status = Publish(version, adapter);
-    if (status.ok() || peer_->is_interrupted() || absl::Now() > limit) return status;
+    if (status.ok() || peer_->is_interrupted() || MonotonicTime::Now() > limit) return status;
     if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status) && !absl::IsCancelled(status) &&
         !absl::IsAborted(status)) {
       return status;

@@ -4,6 +4,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "trainer_server/reward/external_rewards.h"
 
 namespace tandem {
@@ -147,7 +148,7 @@ class CodeTests final : public RewardFunction {
     std::string output;
     const PumpEnd end = (*process)->Run({.input = {},
                                          .is_done = {},
-                                         .deadline = absl::Now() + time_limit_,
+                                         .deadline = MonotonicTime::Now() + time_limit_,
                                          .max_output_bytes = kMaxOutputBytes,
                                          .max_error_bytes = kMaxOutputBytes,
                                          .is_interrupted = call.is_interrupted},

@@ -5,6 +5,7 @@
 #include <csignal>
 
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
 #include "trainer_server/reward/embedded_python.h"
@@ -114,7 +115,7 @@ class PythonWorkerPool::Worker {
     };
     const PumpEnd end = process_->Run({.input = frames,
                                        .is_done = is_whole,
-                                       .deadline = absl::Now() + limit,
+                                       .deadline = MonotonicTime::Now() + limit,
                                        .max_output_bytes = kMaxFrameBytes + 4,
                                        .is_interrupted = around.is_interrupted},
                                       &output);
@@ -187,8 +188,8 @@ absl::Status PythonWorkerPool::WaitForTurn(const RewardCall& around) const {
     losses = losses_in_a_row_;
   }
   if (losses < 2) return absl::OkStatus();
-  const absl::Time end = absl::Now() + std::min(kLongestPause, kFirstPause * (1 << std::min(losses - 2, 10)));
-  while (absl::Now() < end) {
+  const MonotonicTime end = MonotonicTime::Now() + std::min(kLongestPause, kFirstPause * (1 << std::min(losses - 2, 10)));
+  while (MonotonicTime::Now() < end) {
     if (around.is_interrupted && around.is_interrupted()) return absl::CancelledError("interrupted");
     absl::SleepFor(absl::Milliseconds(10));
   }

@@ -3,6 +3,7 @@
 #include <thread>
 
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/mutex.h"
 #include "common/rpc/channel.h"
@@ -85,7 +86,7 @@ class RemoteReward final : public RewardFunction {
   absl::StatusOr<RewardColumn> ScoreOnce(const std::string& row, std::span<const RewardInput> completions,
                                          const RewardCall& call) const {
     grpc::ClientContext context;
-    context.set_deadline(absl::ToChronoTime(absl::Now() + time_limit_));
+    context.set_deadline(GrpcDeadline(MonotonicTime::Now() + time_limit_));
     const CancelOnInterruption watch(&context, call.is_interrupted);
     const auto stream = stub_->Score(&context);
     RewardColumn rewards;
@@ -162,8 +163,8 @@ class RemoteReward final : public RewardFunction {
   }
 
   absl::Status Pause(std::uint32_t attempt, const RewardCall& call) const {
-    const absl::Time end = absl::Now() + std::min(kLongestPause, kFirstPause * (1 << std::min(attempt - 1, 10u)));
-    while (absl::Now() < end) {
+    const MonotonicTime end = MonotonicTime::Now() + std::min(kLongestPause, kFirstPause * (1 << std::min(attempt - 1, 10u)));
+    while (MonotonicTime::Now() < end) {
       if (call.is_interrupted && call.is_interrupted()) return absl::CancelledError("interrupted");
       absl::SleepFor(absl::Milliseconds(20));
     }

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/rpc/channel.h"
 
@@ -175,7 +175,7 @@ RolloutClient::RolloutClient(RolloutPeer* peer, std::function<absl::Status()> re
 
 absl::StatusOr<std::vector<RolloutGroup>> RolloutClient::DrawOnce(const RolloutUnit& unit) {
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + options_.unit_deadline));
+  context.set_deadline(GrpcDeadline(MonotonicTime::Now() + options_.unit_deadline));
   RolloutPeer::ScopedCall call(peer_, &context);
   auto stream = peer_->stub()->Generate(&context);
   UnitCollector collector(unit, options_.vocab_size, [&](const Rollout& rollout) {

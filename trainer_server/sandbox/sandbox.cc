@@ -22,7 +22,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_split.h"
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 
 namespace tandem {
 namespace {
@@ -235,7 +235,7 @@ absl::Status Sandbox::FindPythonParts(const std::string& python) {
                            {.memory_bytes = std::uint64_t{1} << 40});
   std::string text;
   const PumpEnd end =
-      process.Run({.input = {}, .is_done = {}, .deadline = absl::Now() + kCheckLimit, .is_interrupted = {}}, &text);
+      process.Run({.input = {}, .is_done = {}, .deadline = MonotonicTime::Now() + kCheckLimit, .is_interrupted = {}}, &text);
   if (end != PumpEnd::kExited || process.ExitCode() != 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("--reward_python: ", python,
@@ -337,7 +337,7 @@ absl::Status Sandbox::TryOut() const {
   TANDEM_ASSIGN_OR_RETURN(const std::unique_ptr<SandboxedProcess> process, Start(command));
   std::string output;
   const PumpEnd end =
-      process->Run({.input = {}, .is_done = {}, .deadline = absl::Now() + kCheckLimit, .is_interrupted = {}}, &output);
+      process->Run({.input = {}, .is_done = {}, .deadline = MonotonicTime::Now() + kCheckLimit, .is_interrupted = {}}, &output);
   const int code = end == PumpEnd::kExited ? process->ExitCode() : -1;
   if (code == 0 && output == "ready\n") return absl::OkStatus();
   const std::string said = process->error_tail();

@@ -20,7 +20,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/status.h"
 
 namespace tandem {
@@ -105,11 +105,11 @@ PumpEnd SandboxedProcess::Run(const Pump& pump, std::string* output) {
   std::string_view input = pump.input;
   error_bytes_ = 0;
   bool has_exited = false;
-  absl::Time next_tick = absl::Now();
+  MonotonicTime next_tick = MonotonicTime::Now();
   while (true) {
     if (pump.is_done && pump.is_done(*output)) return PumpEnd::kDone;
     if (output->size() > pump.max_output_bytes || error_bytes_ > pump.max_error_bytes) return PumpEnd::kOutputLimit;
-    const absl::Time now = absl::Now();
+    const MonotonicTime now = MonotonicTime::Now();
     if (now >= pump.deadline) return PumpEnd::kTimeLimit;
     if (now >= next_tick) {
       if (pump.is_interrupted && pump.is_interrupted()) return PumpEnd::kInterrupted;

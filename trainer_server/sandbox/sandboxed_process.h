@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "absl/time/time.h"
+#include "common/base/clock.h"
 #include "common/base/unique_fd.h"
 
 namespace tandem {
@@ -28,7 +29,7 @@ enum class PumpEnd {
 struct Pump {
   std::string_view input;                                // written to the channel, if the process has one
   std::function<bool(std::string_view output)> is_done;  // of the output so far; empty: until the process ends
-  absl::Time deadline;
+  MonotonicTime deadline;
   std::size_t max_output_bytes = 1 << 20;
   std::size_t max_error_bytes = 16 << 20;  // of standard error, whose end alone is kept; beyond: kOutputLimit
   std::function<bool()> is_interrupted;    // asked ten times a second; may be empty

@@ -1,21 +1,21 @@
 #include "trainer_server/step/elastic_phase.h"
 
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 
 namespace tandem {
 
 absl::Status ElasticPhase::Enter() {
-  const absl::Time limit = absl::Now() + peer_->patience();
+  const MonotonicTime limit = MonotonicTime::Now() + peer_->patience();
   while (!options_.member->holds_elastic()) {
-    const auto lease = options_.member->AcquireElastic(v1::STREAM_MODE_PAUSE, absl::Now() + options_.call_deadline);
+    const auto lease = options_.member->AcquireElastic(v1::STREAM_MODE_PAUSE, MonotonicTime::Now() + options_.call_deadline);
     if (lease.ok()) break;
     const absl::Status status = lease.status();
     if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status) && !absl::IsAborted(status) &&
         !absl::IsCancelled(status)) {
       return Annotate(status, "acquiring the elastic region");
     }
-    if (absl::Now() > limit) return Annotate(status, "acquiring the elastic region");
+    if (MonotonicTime::Now() > limit) return Annotate(status, "acquiring the elastic region");
     TANDEM_LOG(kWarning, "step", "elastic region not acquired because=", std::string(status.message()));
     TANDEM_RETURN_IF_ERROR(peer_->Pause(absl::Milliseconds(50)));
     TANDEM_RETURN_IF_ERROR(peer_->WaitUntilServing());
@@ -31,11 +31,11 @@ absl::Status ElasticPhase::Leave() {
   }
   if (arena_ != nullptr) peak_bytes_ = arena_->peak_bytes();
   arena_.reset();
-  const absl::Time limit = absl::Now() + peer_->patience();
+  const MonotonicTime limit = MonotonicTime::Now() + peer_->patience();
   while (options_.member->holds_elastic()) {
-    const absl::Status status = options_.member->ReleaseElastic(absl::Now() + options_.call_deadline);
+    const absl::Status status = options_.member->ReleaseElastic(MonotonicTime::Now() + options_.call_deadline);
     if (status.ok()) break;
-    if (absl::Now() > limit) return Annotate(status, "giving the elastic region back");
+    if (MonotonicTime::Now() > limit) return Annotate(status, "giving the elastic region back");
     TANDEM_LOG(kWarning, "step", "elastic region not given back because=", std::string(status.message()));
     TANDEM_RETURN_IF_ERROR(peer_->Pause(absl::Milliseconds(50)));
     TANDEM_RETURN_IF_ERROR(peer_->WaitUntilServing());

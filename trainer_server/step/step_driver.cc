@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "common/base/check.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/random.h"
 #include "trainer_server/batch/pack_micro_batches.h"
@@ -114,14 +114,14 @@ absl::StatusOr<StepReport> StepDriver::RunInPhase(std::uint64_t step, std::span<
     mini_batches.push_back(std::move(mini_batch));
   }
   if (report.num_micro_batches > 0) {
-    const absl::Time begin = absl::Now();
+    const MonotonicTime begin = MonotonicTime::Now();
     TANDEM_RETURN_IF_ERROR(phase_->Enter());
-    report.phase_wait = absl::Now() - begin;
+    report.phase_wait = MonotonicTime::Now() - begin;
   }
   const auto score = [&](std::span<const MiniBatch> of, Scores wanted) -> absl::Status {
-    const absl::Time begin = absl::Now();
+    const MonotonicTime begin = MonotonicTime::Now();
     TANDEM_RETURN_IF_ERROR(Score(of, wanted, &sequences));
-    report.score_time += absl::Now() - begin;
+    report.score_time += MonotonicTime::Now() - begin;
     return absl::OkStatus();
   };
   // Old and reference log-probs before the first update, entropies before each: the top-entropy mask's threshold is that of its
@@ -251,9 +251,9 @@ absl::Status StepDriver::Update(std::uint64_t step, std::uint32_t update, const 
     return (*sequences)[static_cast<std::size_t>(completion.sequence_index)].loss_mask;
   };
   TANDEM_RETURN_IF_ERROR(policy_->ZeroGradients());
-  absl::Time since = absl::Now();
+  MonotonicTime since = MonotonicTime::Now();
   const auto add_to = [&since](absl::Duration* sum) {
-    const absl::Time now = absl::Now();
+    const MonotonicTime now = MonotonicTime::Now();
     *sum += now - since;
     since = now;
   };

@@ -1,5 +1,6 @@
 // Pools between real processes: who makes, who joins, who dies when.
 #include "common/sharing/pool_member.h"
+#include "common/base/clock.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -69,13 +70,13 @@ class PoolMemberTest : public ::testing::Test {
   // Asks until the answer is `wanted`; returns the last answer.
   static std::string AskUntil(PoolProcess* process, const std::string& command, const std::string& wanted,
                               absl::Duration timeout = absl::Seconds(10)) {
-    const absl::Time deadline = absl::Now() + timeout;
+    const MonotonicTime deadline = MonotonicTime::Now() + timeout;
     std::string answer;
     do {
       answer = process->Ask(command);
       if (answer == wanted) break;
       absl::SleepFor(absl::Milliseconds(10));
-    } while (absl::Now() < deadline);
+    } while (MonotonicTime::Now() < deadline);
     return answer;
   }
   void DeleteModel() const { std::filesystem::remove_all(folder_ + "/model"); }
@@ -150,14 +151,14 @@ TEST_F(PoolMemberTest, StandingBytesSurviveSwitchesAndTheDeathOfEitherDaemon) {
   }
   DeleteModel();
   for (int round = 0; round < 3; ++round) {
-    const absl::Time begin = absl::Now();
+    const MonotonicTime begin = MonotonicTime::Now();
     auto& dead = round % 2 == 0 ? rollout_ : trainer_;
     auto& alive = round % 2 == 0 ? trainer_ : rollout_;
     dead->Kill();
     EXPECT_EQ(AskUntil(alive.get(), "attached", "no"), "no");
     dead = Launch(round % 2 == 0 ? v1::ROLE_ROLLOUT : v1::ROLE_TRAINER);
     ASSERT_EQ(dead->ReadLine(), "ready joined");
-    EXPECT_LT(absl::Now() - begin, absl::Seconds(5));
+    EXPECT_LT(MonotonicTime::Now() - begin, absl::Seconds(5));
     EXPECT_EQ(dead->Ask("pool"), pool);
     EXPECT_EQ(dead->Ask("get 4"), bits);
     EXPECT_EQ(dead->Ask("read_weights"), alive->Ask("read_weights"));
@@ -233,7 +234,7 @@ class HandJoiner {
   }
   absl::Status Attach(const v1::AttachRequest& request) {
     grpc::ClientContext context;
-    context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(5)));
+    context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(5)));
     return FromGrpc(stub_->Attach(&context, request, &manifest));
   }
   absl::Status Ready(const std::string& pool_id, const std::string& checksum) {
@@ -243,17 +244,17 @@ class HandJoiner {
     request.set_sample_checksum(checksum);
     v1::ReadyResponse response;
     grpc::ClientContext context;
-    context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(5)));
+    context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(5)));
     return FromGrpc(stub_->Ready(&context, request, &response));
   }
   absl::Status Connect() {
-    auto connected = ConnectUnix(manifest.socket_path(), absl::Now() + absl::Seconds(2));
+    auto connected = ConnectUnix(manifest.socket_path(), MonotonicTime::Now() + absl::Seconds(2));
     if (!connected.ok()) return connected.status();
     socket = std::move(*connected);
     return absl::OkStatus();
   }
   absl::Status Receive() {
-    return ReceiveDescriptors(socket.get(), manifest.num_chunks(), absl::Now() + absl::Seconds(5)).status();
+    return ReceiveDescriptors(socket.get(), manifest.num_chunks(), MonotonicTime::Now() + absl::Seconds(5)).status();
   }
 
   v1::PoolManifest manifest;
@@ -286,7 +287,7 @@ TEST_F(PoolMemberTest, MakerKilledInEachHandshakeStateGivesAnErrorAtOnce) {
     HandJoiner joiner(addresses_[0]);
     GoTo(state, &joiner);
     rollout_->Kill();
-    const absl::Time begin = absl::Now();
+    const MonotonicTime begin = MonotonicTime::Now();
     switch (state) {
       case State::kAttached:
         EXPECT_TRUE(absl::IsUnavailable(joiner.Connect()));
@@ -304,7 +305,7 @@ TEST_F(PoolMemberTest, MakerKilledInEachHandshakeStateGivesAnErrorAtOnce) {
         EXPECT_TRUE(absl::IsUnavailable(joiner.Ready(joiner.manifest.pool_id(), joiner.manifest.weights().sample_checksum())));
         break;
     }
-    EXPECT_LT(absl::Now() - begin, absl::Seconds(3));
+    EXPECT_LT(MonotonicTime::Now() - begin, absl::Seconds(3));
   }
 }
 

@@ -14,6 +14,7 @@
 
 #include "absl/time/clock.h"
 #include "common/base/check.h"
+#include "common/base/clock.h"
 
 namespace tandem::testing {
 
@@ -48,7 +49,7 @@ PoolProcess::PoolProcess(const PoolProcessOptions& options) {
 }
 
 std::string PoolProcess::ReadLine(absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const MonotonicTime deadline = MonotonicTime::Now() + timeout;
   for (;;) {
     if (const std::size_t end = unread_.find('\n'); end != std::string::npos) {
       std::string line = unread_.substr(0, end);
@@ -56,7 +57,7 @@ std::string PoolProcess::ReadLine(absl::Duration timeout) {
       return line;
     }
     pollfd entry{.fd = answers_.get(), .events = POLLIN, .revents = 0};
-    const auto left = std::max<std::int64_t>(absl::ToInt64Milliseconds(deadline - absl::Now()), 0);
+    const auto left = std::max<std::int64_t>(absl::ToInt64Milliseconds(deadline - MonotonicTime::Now()), 0);
     if (::poll(&entry, 1, static_cast<int>(left)) <= 0) return "";
     char text[4096];
     const ssize_t size = ::read(answers_.get(), text, sizeof text);
@@ -87,14 +88,14 @@ void PoolProcess::Kill() {
 }
 
 int PoolProcess::Wait(absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const MonotonicTime deadline = MonotonicTime::Now() + timeout;
   while (pid_ > 0) {
     int status = 0;
     if (::waitpid(pid_, &status, WNOHANG) == pid_) {
       pid_ = -1;
       return status;
     }
-    if (absl::Now() > deadline) return -1;
+    if (MonotonicTime::Now() > deadline) return -1;
     absl::SleepFor(absl::Milliseconds(5));
   }
   return -1;

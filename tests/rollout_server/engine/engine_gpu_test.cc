@@ -1,4 +1,5 @@
 // The engine with the GPU's model and sampler: steps put behind each other, and a device whose context is lost.
+#include "common/base/clock.h"
 #include "rollout_server/engine/engine.h"
 
 #include <cstdio>
@@ -189,7 +190,7 @@ TEST_F(EngineGpuTest, NothingFollowsAStopToken) {
   for (const auto& [key, completion] : sink->completions()) {
     expect(!completion.reason.has_value(), absl::StrCat("completion ", key.first, " ", key.second, " has not ended"));
   }
-  const absl::Status yielded = engine->YieldElastic(v1::STREAM_MODE_PAUSE, absl::Now() + absl::Seconds(10));
+  const absl::Status yielded = engine->YieldElastic(v1::STREAM_MODE_PAUSE, MonotonicTime::Now() + absl::Seconds(10));
   expect(absl::IsUnavailable(yielded), absl::StrCat("a yield gives ", yielded.ToString()));
   engine->Stop();
   expect(absl::IsUnavailable(sink->Await()), absl::StrCat("the batch ends with ", sink->Await().ToString()));

@@ -1,4 +1,5 @@
 #include "rollout_server/engine/engine.h"
+#include "common/base/clock.h"
 
 #include <algorithm>
 #include <functional>
@@ -83,10 +84,10 @@ class TestEngine {
     adapter.weight_version = version;
     adapter.layout = std::make_shared<AdapterLayout>();
     adapter.scale = static_cast<float>(version);
-    return engine->Activate(adapter, drain, absl::Now() + timeout);
+    return engine->Activate(adapter, drain, MonotonicTime::Now() + timeout);
   }
   absl::Status Yield(v1::StreamMode mode, absl::Duration timeout = absl::Seconds(20)) {
-    return engine->YieldElastic(mode, absl::Now() + timeout);
+    return engine->YieldElastic(mode, MonotonicTime::Now() + timeout);
   }
 
   FakeModel model;

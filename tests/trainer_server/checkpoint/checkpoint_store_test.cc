@@ -253,6 +253,29 @@ TEST_F(CheckpointStoreTest, MissingTruncatedOrChangedFileIsRefusedByName) {
   }
 }
 
+TEST_F(CheckpointStoreTest, DamagedNewestIsSetAsideForTheOneBeforeAndWrittenAgain) {
+  for (const std::string file : kFiles) {
+    SCOPED_TRACE(file);
+    std::filesystem::remove_all(directory_);
+    CheckpointStore store = Open();
+    Arrays first(1), second(2), loaded;
+    ASSERT_TRUE(store.Write(StateAt(1), "job", first.view(), 2).ok());
+    ASSERT_TRUE(store.Write(StateAt(2), "job", second.view(), 2).ok());
+    const std::string bytes = ReadText(At(2, file));
+    WriteText(At(2, file), bytes.substr(0, bytes.size() / 2));
+    const auto state = store.LoadNewest("job", loaded.view());
+    ASSERT_TRUE(state.ok()) << state.status();
+    EXPECT_EQ((*state)->step, 1u);
+    EXPECT_EQ(loaded.adapter, first.adapter);
+    EXPECT_EQ(store.Steps(), std::vector<std::uint64_t>{1});
+    EXPECT_TRUE(std::filesystem::exists(directory_ + "/damaged-step-000002"));
+    // The same step is the same again, manifest and all.
+    ASSERT_TRUE(Open().Write(StateAt(2), "job", second.view(), 2).ok());
+    EXPECT_EQ(Open().LoadNewest("job", loaded.view())->value().step, 2u);
+    EXPECT_EQ(loaded.adapter, second.adapter);
+  }
+}
+
 // CASES C45: optimizer state erased, with a manifest to match the erased files, has another size than the adapter needs.
 TEST_F(CheckpointStoreTest, ErasedOptimizerStateIsRefused) {
   CheckpointStore store = Open();

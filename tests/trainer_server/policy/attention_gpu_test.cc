@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/random.h"
 #include "common/gpu/stream.h"
 #include "common/model/weight_codecs.h"
@@ -334,9 +334,10 @@ TEST_F(AttentionGpuTest, CudnnBuildsNoGraphForALengthInTheSameBucket) {
     const Arrays arrays(config, batch, rows.num_own());
     const ExactResults exact = RunExact(config, batch, arrays, stream_.get());
     const CudnnAttention attention(config, rows, kScratchLimitBytes, &graphs, stream_->handle());
-    const absl::Time begin = absl::Now();
+    const MonotonicTime begin = MonotonicTime::Now();
     const Results results = arrays.Run(attention, stream_.get());
-    std::printf("length %zu: %.0f ms, %zu graphs\n", length, absl::ToDoubleMilliseconds(absl::Now() - begin), graphs.num_kept());
+    std::printf("length %zu: %.0f ms, %zu graphs\n", length, absl::ToDoubleMilliseconds(MonotonicTime::Now() - begin),
+                graphs.num_kept());
     ExpectEqual(absl::StrCat("cuDNN, length ", length), config, results, exact);
   };
   run(130);

@@ -12,6 +12,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/hash.h"
 #include "common/base/unique_fd.h"
 #include "gmock/gmock.h"
@@ -274,11 +275,11 @@ TEST_F(PythonRewardsTest, MathVerifyJudgesWhereItIsInstalled) {
 
 TEST_F(PythonRewardsTest, AnInterruptedCallEndsAtOnce) {
   const auto function = MakePython("import time\ndef f(**kwargs): time.sleep(1000)\n", "f", "time_limit_seconds: 3600");
-  const absl::Time begin = absl::Now();
+  const MonotonicTime begin = MonotonicTime::Now();
   const auto rewards = ScoreTexts(*function, {"a"}, {{"prompt", "say"}},
-                                  {.is_interrupted = [&] { return absl::Now() - begin > absl::Milliseconds(300); }});
+                                  {.is_interrupted = [&] { return MonotonicTime::Now() - begin > absl::Milliseconds(300); }});
   EXPECT_TRUE(absl::IsCancelled(rewards.status())) << rewards.status();
-  EXPECT_LT(absl::Now() - begin, absl::Seconds(20));
+  EXPECT_LT(MonotonicTime::Now() - begin, absl::Seconds(20));
 }
 
 TEST_F(PythonRewardsTest, AFunctionSeesNothingOfTheNode) {
@@ -400,16 +401,16 @@ class HostileProgramTest : public CodeTestsTest, public ::testing::WithParamInte
 };
 
 TEST_P(HostileProgramTest, HarmsNothing) {
-  const absl::Time begin = absl::Now();
+  const MonotonicTime begin = MonotonicTime::Now();
   const std::string print = "import os\ndef print(text):\n    os.write(1, b'harmed')\n    os._exit(0)\n";
   EXPECT_EQ(
       ScoreProgram(Fenced(print + GetParam().second), {{{"output", "harmed"}}}, "time_limit_seconds: 1 memory_limit_mib: 128"),
       0);
-  EXPECT_LT(absl::Now() - begin, absl::Seconds(10));
+  EXPECT_LT(MonotonicTime::Now() - begin, absl::Seconds(10));
   // Who is left of it? Orphans become children of this process, until the last of them is waited for.
-  const absl::Time limit = absl::Now() + absl::Seconds(5);
+  const MonotonicTime limit = MonotonicTime::Now() + absl::Seconds(5);
   while (::waitpid(-1, nullptr, WNOHANG) >= 0) {
-    ASSERT_LT(absl::Now(), limit) << "processes are left";
+    ASSERT_LT(MonotonicTime::Now(), limit) << "processes are left";
     absl::SleepFor(absl::Milliseconds(5));
   }
   EXPECT_EQ(ScoreProgram(Fenced("print('well')"), {{{"output", "well"}}}), 1);

@@ -6,6 +6,8 @@
 #include <thread>
 
 #include "absl/time/clock.h"
+#include "common/base/clock.h"
+#include "common/rpc/channel.h"
 #include "gmock/gmock.h"
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
@@ -85,7 +87,7 @@ class RemoteRewardTest : public ::testing::Test {
     server_ = builder.BuildAndStart();
     address_ = absl::StrCat("127.0.0.1:", port);
   }
-  void Stop() { server_->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(1))); }
+  void Stop() { server_->Shutdown(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(1))); }
   std::unique_ptr<RewardFunction> MakeRemote(const std::string& more = "", const std::string& around = "") const {
     return Make(absl::StrCat(around, " remote { address: '", address_, "' function: 'judge' ", more, " }"));
   }
@@ -216,11 +218,11 @@ TEST_F(RemoteRewardTest, AnInterruptedCallEndsAtOnce) {
     absl::SleepFor(absl::Seconds(2));
     return grpc::Status::OK;
   };
-  const absl::Time begin = absl::Now();
+  const MonotonicTime begin = MonotonicTime::Now();
   const auto rewards = ScoreTexts(*MakeRemote("time_limit_seconds: 3600"), {"a"},
-                                  {.is_interrupted = [&] { return absl::Now() - begin > absl::Milliseconds(200); }});
+                                  {.is_interrupted = [&] { return MonotonicTime::Now() - begin > absl::Milliseconds(200); }});
   EXPECT_TRUE(absl::IsCancelled(rewards.status())) << rewards.status();
-  EXPECT_LT(absl::Now() - begin, absl::Seconds(1.5));
+  EXPECT_LT(MonotonicTime::Now() - begin, absl::Seconds(1.5));
 }
 
 TEST(RemoteRewardConfigTest, FaultsNameFieldValueAndLimit) {
