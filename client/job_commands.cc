@@ -75,6 +75,7 @@ absl::Status Follow(const Connection& connection, const std::string& job, const 
     events.emplace(std::move(writer));
   }
   std::uint32_t next_step = 0, num_steps = 0;
+  std::optional<std::uint32_t> evaluated_step;  // its evaluation is told again where the stream is taken up
   MonotonicTime broken = MonotonicTime::Now();
   while (true) {
     auto trainer = connection.Trainer();
@@ -89,6 +90,11 @@ absl::Status Follow(const Connection& connection, const std::string& job, const 
     bool is_answered = false;
     while (reader->Read(&response)) {
       is_answered = true;
+      if (response.has_evaluation()) {
+        const std::uint32_t step = response.evaluation().step();
+        if (evaluated_step.has_value() && step <= *evaluated_step) continue;
+        evaluated_step = step;
+      }
       if (events.has_value()) TANDEM_RETURN_IF_ERROR(events->Append(response));
       if (connection.json) Print(ToJson(response));
       if (response.has_status()) {

@@ -3,6 +3,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <sstream>
 
 #include "client/commands.h"
 #include "client/job_file.h"
@@ -87,9 +88,14 @@ class RecordingTrainer final : public v1::JobService::Service {
   }
   grpc::Status Watch(grpc::ServerContext*, const v1::WatchRequest* request,
                      grpc::ServerWriter<v1::WatchResponse>* writer) override {
-    EXPECT_TRUE(request->until_now());
-    for (const v1::WatchResponse& event : histories[request->job()]) writer->Write(event);
-    return grpc::Status::OK;
+    watched_from.push_back(request->from_step());
+    const bool breaks = watched_from.size() <= num_broken_watches;
+    for (const v1::WatchResponse& event : histories[request->job()]) {
+      const bool is_known = event.has_step() ? event.step().step() < request->from_step()
+                                             : event.has_evaluation() && event.evaluation().step() + 1 < request->from_step();
+      if (!is_known && !(breaks && event.has_status())) writer->Write(event);
+    }
+    return breaks ? grpc::Status(grpc::StatusCode::UNAVAILABLE, "Socket closed") : grpc::Status::OK;
   }
   grpc::Status Completions(grpc::ServerContext*, const v1::CompletionsRequest* request,
                            grpc::ServerWriter<v1::CompletionRecord>* writer) override {
@@ -110,6 +116,8 @@ class RecordingTrainer final : public v1::JobService::Service {
 
   std::map<std::string, std::string> contents, files, job_texts;
   std::map<std::string, std::vector<v1::WatchResponse>> histories;
+  std::vector<std::uint32_t> watched_from;  // by call
+  std::size_t num_broken_watches = 0;       // the first so many break before they tell the status
   std::vector<v1::CompletionRecord> completions;
   v1::CompletionsRequest filters;
   std::size_t largest_piece = 0;
@@ -320,6 +328,27 @@ std::vector<v1::WatchResponse> SmallHistory(double reward) {
   events[6].mutable_status()->set_job("addition-1");
   events[6].mutable_status()->set_submitted_at("2026-11-30T10:00:00Z");
   return events;
+}
+
+TEST_F(ClientTest, WhatABrokenWatchHasToldIsNotToldAgain) {
+  trainer_.histories["addition-1"] = SmallHistory(1);
+  trainer_.histories["addition-1"].back().mutable_status()->set_state(v1::JOB_STATE_SUCCEEDED);
+  trainer_.num_broken_watches = 1;
+  connection_.json = true;
+  ::testing::internal::CaptureStdout();
+  const absl::Status watched = Watch(connection_, {"addition-1"}, "");
+  const std::string said = ::testing::internal::GetCapturedStdout();
+  ASSERT_TRUE(watched.ok()) << watched;
+  EXPECT_EQ(trainer_.watched_from, (std::vector<std::uint32_t>{0, 4}));
+  std::map<std::string, int> told;
+  std::istringstream lines(said);
+  for (std::string line; std::getline(lines, line);) {
+    const nlohmann::json told_event = nlohmann::json::parse(line);
+    for (auto field = told_event.begin(); field != told_event.end(); ++field) ++told[field.key()];
+  }
+  EXPECT_EQ(told["step"], 3) << said;
+  EXPECT_EQ(told["evaluation"], 2) << said;
+  EXPECT_EQ(told["status"], 1) << said;
 }
 
 // Read by an implementation of its own, which checks every checksum.

@@ -100,6 +100,7 @@ class Client:
         """Yields contracts.WatchResponse until the job ends; a trainer that restarts is waited for. Raises TandemError, of code
         ABORTED when the job failed or was cancelled."""
         broken = time.monotonic()
+        evaluated_step = -1  # its evaluation is told again where the stream is taken up
         while True:
             ended, is_answered = None, False
             try:
@@ -107,6 +108,10 @@ class Client:
                     is_answered = True
                     if event.HasField("step"):
                         from_step = event.step.step + 1
+                    elif event.HasField("evaluation"):
+                        if event.evaluation.step <= evaluated_step:
+                            continue
+                        evaluated_step = event.evaluation.step
                     elif event.HasField("status") and state_of(event.status) in _ENDED:
                         ended = event.status
                     yield event
