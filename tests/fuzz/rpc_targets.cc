@@ -2,6 +2,7 @@
 #include <memory>
 
 #include "common/base/check.h"
+#include "common/base/clock.h"
 #include "common/base/hash.h"
 #include "common/rpc/channel.h"
 #include "grpcpp/grpcpp.h"
@@ -26,7 +27,7 @@ constexpr char kSomeJob[] = "job";                          // in an input: the 
 // A client's call that cannot last.
 class Call {
  public:
-  Call() { context_.set_deadline(absl::ToChronoTime(absl::Now() + kCallTimeout)); }
+  Call() { context_.set_deadline(GrpcDeadline(MonotonicTime::Now() + kCallTimeout)); }
   grpc::ClientContext* context() { return &context_; }
 
  private:
@@ -125,7 +126,7 @@ struct RolloutHalf {
   }
   ~RolloutHalf() {
     engine->Stop();
-    server->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(1)));
+    server->Shutdown(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(1)));
   }
 };
 
@@ -170,7 +171,7 @@ struct TrainerHalf {
     server = StartServer(service.get(), address);
     stub = v1::JobService::NewStub(server->InProcessChannel({}));
   }
-  ~TrainerHalf() { server->Shutdown(absl::ToChronoTime(absl::Now() + absl::Seconds(1))); }
+  ~TrainerHalf() { server->Shutdown(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(1))); }
 };
 
 // One call of a service whose first message is `bytes`, and of one that streams the others too.
