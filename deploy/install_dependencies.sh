@@ -8,7 +8,7 @@
 #     --cuda      with the CUDA libraries, and with the toolkit too (2.6 GB of download in all) unless the machine has one that serves: CUDA 13
 #                 with cuDNN and NCCL
 #     --no-cuda   without them; default: as --cuda where a GPU or such a toolkit is found
-#     --checks    also what tests alone use: clang-14, clang-tidy-14 and clang-format-14 (lint, the preset cpu-clang), prometheus (alerts,
+#     --checks    also what tests alone use: clang-14, clang-tidy-14 and clang-format-14 (lint, the presets cpu-clang and cpu-fuzz), prometheus (alerts,
 #                 dashboards), chromium (the live page), logrotate. Where systemd runs, Debian's prometheus comes as a service at port 9090, the
 #                 trainer's /metrics: disable it
 #   TANDEM_CACHE=DIR puts the cache elsewhere (default ~/.cache/tandem).
@@ -33,7 +33,7 @@ packages=(
   gnuplot-nox
   bubblewrap openssl iproute2 python3-grpcio python3-protobuf    # the sandbox of rewards; what the Python package and its tests need
 )
-if [ $checks = yes ]; then packages+=(clang-14 clang-tidy-14 clang-format-14 prometheus chromium fonts-dejavu-core logrotate); fi
+if [ $checks = yes ]; then packages+=(clang-14 clang-tidy-14 clang-format-14 libclang-rt-14-dev prometheus chromium fonts-dejavu-core logrotate); fi
 
 installed=$(dpkg-query -W -f '${db:Status-Status} ${Package}\n' "${packages[@]}" 2>/dev/null || true)
 missing=()
