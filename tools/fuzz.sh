@@ -36,7 +36,7 @@ for target in "${targets[@]}"; do
   words=()
   if [ -s "$corpus.dict" ]; then words=(-dict="$corpus.dict"); fi
   result=ok
-  nice "$fuzzer" --target="$target" "$corpus" "${words[@]}" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=2048 -malloc_limit_mb=1024 \
+  nice "$fuzzer" --target="$target" "$corpus" "${words[@]}" -max_total_time="$seconds" -timeout=100 -rss_limit_mb=2048 -malloc_limit_mb=1024 \
     -max_len=65536 -print_final_stats=1 -artifact_prefix="$folder/found/$target-" > "$log" 2>&1 || result=FOUND
   tried=$(sed -n 's/^stat::number_of_executed_units: *//p' "$log")
   edges=$(grep -oE 'cov: [0-9]+' "$log" | tail -1 | cut -d ' ' -f 2)
