@@ -64,6 +64,7 @@ struct DoctorOptions {
   std::string reward_python = "/usr/bin/python3";
   std::string rollout_metrics = "127.0.0.1:9091";
   std::string trainer_metrics = "127.0.0.1:9090";
+  std::string http_address = "127.0.0.1:7072";  // "off": not looked at
 };
 // Whether this node can run the pair, as the user who asks: a line for each thing looked at, with what to do. Changes nothing;
 // takes seconds. Errors: FAILED_PRECONDITION with the number of faults.

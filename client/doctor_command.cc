@@ -30,9 +30,9 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
-#include "absl/time/clock.h"
 #include "client/commands.h"
 #include "client/printing.h"
+#include "common/base/clock.h"
 #include "common/base/unique_fd.h"
 #include "common/base/units.h"
 #include "common/gpu/nvml.h"
@@ -107,9 +107,9 @@ ProgramEnd RunProgram(std::vector<std::string> words) {
     end.output = absl::StrCat(words[0], ": ", std::strerror(spawned));
     return end;
   }
-  const absl::Time deadline = absl::Now() + kProgramLimit;
+  const MonotonicTime deadline = MonotonicTime::Now() + kProgramLimit;
   bool is_whole = false;
-  while (!is_whole && absl::Now() < deadline && end.output.size() < kMaxAnswerBytes) {
+  while (!is_whole && MonotonicTime::Now() < deadline && end.output.size() < kMaxAnswerBytes) {
     pollfd waited{.fd = ours.get(), .events = POLLIN, .revents = 0};
     if (::poll(&waited, 1, 100) <= 0) continue;
     std::array<char, 4096> piece;
@@ -252,18 +252,18 @@ std::string OwnerOfPort(int port) {
   return inode.empty() ? "a socket that was bound and does not listen" : absl::StrCat("a process of user ", uid);
 }
 
-// The body of GET /metrics; empty: nothing that speaks HTTP answers within kCallLimit.
-std::string MetricsPage(const SocketAddress& address) {
+// What GET `path` answers; empty: nothing that speaks HTTP answers within kCallLimit.
+std::string HttpAnswer(const SocketAddress& address, const std::string& path) {
   const UniqueFd fd(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const timeval limit = absl::ToTimeval(kCallLimit);
   ::setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
   ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
   if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address.storage), address.size) != 0) return "";
-  constexpr std::string_view kRequest = "GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n";
-  if (::send(fd.get(), kRequest.data(), kRequest.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(kRequest.size())) return "";
+  const std::string request = absl::StrCat("GET ", path, " HTTP/1.0\r\nHost: localhost\r\n\r\n");
+  if (::send(fd.get(), request.data(), request.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(request.size())) return "";
   std::string answer;
-  const absl::Time deadline = absl::Now() + kCallLimit;
-  while (absl::Now() < deadline && answer.size() < kMaxAnswerBytes) {
+  const MonotonicTime deadline = MonotonicTime::Now() + kCallLimit;
+  while (MonotonicTime::Now() < deadline && answer.size() < kMaxAnswerBytes) {
     std::array<char, 65536> piece;
     const ssize_t got = ::recv(fd.get(), piece.data(), piece.size(), 0);
     if (got <= 0) break;
@@ -313,7 +313,7 @@ std::vector<Finding> LookAtDaemon(const Daemon& daemon) {
   std::string version = "not known";
   const std::string metrics_check = absl::StrCat(daemon.program.substr(0, daemon.program.find('_')), "_metrics");
   const std::optional<SocketAddress> metrics = Resolve(daemon.metrics_address);
-  const std::optional<std::string> served = metrics.has_value() ? VersionIn(MetricsPage(*metrics)) : std::nullopt;
+  const std::optional<std::string> served = metrics.has_value() ? VersionIn(HttpAnswer(*metrics, "/metrics")) : std::nullopt;
   if (served.has_value()) {
     version = *served;
     findings.push_back({metrics_check, Grade::kOk, absl::StrCat("served at ", daemon.metrics_address)});
@@ -337,6 +337,19 @@ std::vector<Finding> LookAtDaemon(const Daemon& daemon) {
   }
   findings.insert(findings.begin(), std::move(finding));
   return findings;
+}
+
+// The live page of the trainer.
+Finding LookAtPage(const Daemon& trainer, const std::string& address) {
+  const std::string check = "live_page";
+  const std::optional<SocketAddress> page = Resolve(address);
+  if (page.has_value()) {
+    // Over TLS its owner has to tell.
+    const bool is_ours = HttpAnswer(*page, "/").find("<title>Tandem</title>") != std::string::npos ||
+                         (trainer.is_running && absl::StartsWith(OwnerOfPort(page->port), "trainer_server"));
+    if (is_ours) return {check, Grade::kOk, absl::StrCat("served at ", address)};
+  }
+  return PortFinding(check, address, "--http_address");
 }
 
 template <typename Status, typename Call>
@@ -528,6 +541,7 @@ absl::Status Doctor(const Connection& connection, const Words& words, DoctorOpti
   report({LookAtHostMemory(), LookAtPageLock(driver.size() > 1), LookAtLibTorch()});
   report(LookAtDaemon(rollout));
   report(LookAtDaemon(trainer));
+  if (options.http_address != "off") report({LookAtPage(trainer, options.http_address)});
   report({LookAtFolder("run_dir", options.run_dir, /*is_private=*/true),
           LookAtFolder("data_dir", options.data_dir, /*is_private=*/false), LookAtDisk(options.data_dir)});
   report({LookAtSandbox(), LookAtPython(options.reward_python)});

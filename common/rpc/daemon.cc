@@ -1,5 +1,6 @@
 #include "common/rpc/daemon.h"
 
+#include <malloc.h>
 #include <signal.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -79,6 +80,7 @@ ABSL_FLAG(std::string, log_level, "info", "debug, info, warning or error");
 namespace tandem {
 namespace {
 
+constexpr int kMaxHeaps = 4;
 constexpr int kMaxMessageBytes = 4 << 20;
 constexpr std::size_t kMaxSocketAddress = sizeof(sockaddr_un::sun_path) - 1 + sizeof("unix:") - 1;
 volatile std::sig_atomic_t stop_signal = 0;  // written by the handler alone
@@ -152,6 +154,8 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   usage.version_string = [program] { return absl::StrCat(program, " ", TANDEM_VERSION, "\n"); };
   absl::SetFlagsUsageConfig(usage);
   const std::vector<char*> rest = absl::ParseCommandLine(argc, argv);
+  // glibc would give each of many threads a heap of its own, which keeps the most that a job ever needed of it.
+  ::mallopt(M_ARENA_MAX, kMaxHeaps);
   if (rest.size() > 1) BadFlag(absl::StrCat("'", rest[1], "' is no flag: ", program, " takes flags only"));
   LogLevel level = LogLevel::kInfo;
   if (!ParseLogLevel(absl::GetFlag(FLAGS_log_level), &level))

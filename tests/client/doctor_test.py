@@ -21,8 +21,8 @@ class DoctorTest(unittest.TestCase):
     def setUp(self):
         self.work = pathlib.Path(tempfile.mkdtemp())
         self.addCleanup(shutil.rmtree, self.work)
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
-        self.ports = dict(zip(("rollout", "trainer", "rollout_metrics", "trainer_metrics"),
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
+        self.ports = dict(zip(("rollout", "trainer", "rollout_metrics", "trainer_metrics", "http_address"),
                               (each.getsockname()[1] for each in sockets)))
         for each in sockets:
             each.close()
@@ -57,7 +57,7 @@ class DoctorTest(unittest.TestCase):
 
     def test_stopped_pair(self):
         findings = self.doctor()
-        for check in ("rollout_server", "trainer_server", "rollout_metrics", "trainer_metrics"):
+        for check in ("rollout_server", "trainer_server", "rollout_metrics", "trainer_metrics", "live_page"):
             self.expect(findings, check, "ok", "is free")
         self.expect(findings, "run_dir", "ok", "is made at the first start")
         self.expect(findings, "data_dir", "ok", "is made at the first start")
@@ -66,10 +66,12 @@ class DoctorTest(unittest.TestCase):
 
     def test_used_port_is_named_with_its_owner(self):
         with socket.create_server(("127.0.0.1", self.ports["trainer"])), \
-                socket.create_server(("127.0.0.1", self.ports["rollout_metrics"])):
+                socket.create_server(("127.0.0.1", self.ports["rollout_metrics"])), \
+                socket.create_server(("127.0.0.1", self.ports["http_address"])):
             findings = self.doctor("--timeout=1s")
         self.expect(findings, "trainer_server", "fault", f"(pid {os.getpid()})", "--listen")
         self.expect(findings, "rollout_metrics", "fault", f"(pid {os.getpid()})", "--metrics")
+        self.expect(findings, "live_page", "fault", f"(pid {os.getpid()})", "--http_address")
         self.expect(findings, "rollout_server", "ok")
 
     def test_folders(self):

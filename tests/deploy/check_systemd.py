@@ -82,15 +82,15 @@ def command_of(source, bin_dir, work, name, more):
 
 
 def doctor(bin_dir, work, ports):
-    rollout, trainer, rollout_metrics, trainer_metrics = (f"127.0.0.1:{port}" for port in ports)
+    rollout, trainer, rollout_metrics, trainer_metrics, page = (f"127.0.0.1:{port}" for port in ports)
     done = run([bin_dir / "tandem", "doctor", "--json", "--context=none", f"--rollout={rollout}", f"--trainer={trainer}",
-                f"--rollout_metrics={rollout_metrics}", f"--trainer_metrics={trainer_metrics}", f"--run_dir={work / 'run'}",
-                f"--data_dir={work / 'state'}"])
+                f"--rollout_metrics={rollout_metrics}", f"--trainer_metrics={trainer_metrics}", f"--http_address={page}",
+                f"--run_dir={work / 'run'}", f"--data_dir={work / 'state'}"])
     return {line["check"]: line for line in map(json.loads, (t for t in done.stdout.splitlines() if t.startswith("{")))}
 
 
 def check_commands(source, bin_dir, work):
-    ports = free_ports(4)
+    ports = free_ports(5)
     made = run([bin_dir / "tandem_tiny_model", work / "state/model"])
     if made.returncode != 0:
         fail(made.stdout)
@@ -98,7 +98,8 @@ def check_commands(source, bin_dir, work):
     daemons, logs = {}, {}
     try:
         for i, (name, program) in enumerate(UNITS.items()):
-            more = ["device=cpu", f"listen=127.0.0.1:{ports[i]}", f"metrics=127.0.0.1:{ports[i + 2]}"]
+            more = ["device=cpu", f"listen=127.0.0.1:{ports[i]}", f"metrics=127.0.0.1:{ports[i + 2]}",
+                    *([f"http_address=127.0.0.1:{ports[4]}"] if program == "trainer_server" else [])]
             logs[program] = work / f"{program}.log"
             with open(logs[program], "wb") as log:
                 daemons[program] = subprocess.Popen(command_of(source, bin_dir, work, name, more), stderr=log, env=environment)
@@ -114,7 +115,7 @@ def check_commands(source, bin_dir, work):
         for program in daemons:
             if found[program]["grade"] != "ok" or f"version {version}, " not in found[program]["found"]:
                 fail(found[program])
-        for check in ("run_dir", "data_dir", "rollout_metrics", "trainer_metrics", "libtorch"):
+        for check in ("run_dir", "data_dir", "rollout_metrics", "trainer_metrics", "live_page", "libtorch"):
             if found[check]["grade"] != "ok":
                 fail(found[check])
         for program, daemon in daemons.items():
