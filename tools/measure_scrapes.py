@@ -25,7 +25,8 @@ from measure_restart import Pair, free_ports  # noqa: E402
 DAEMONS = ("rollout_server", "trainer_server")
 MOST_SHARE = 0.005  # of one core at one scrape a second
 MOST_GROWTH_MIB = 4
-WARM_SHARE = 0.2  # of the time: job after job brings the heap to its size
+MOST_MORE = 2  # descriptors, threads: of calls under way
+WARM_SHARE = 0.3  # of the time: job after job brings the heap to its size
 PAGE_THREADS = "civetweb"
 JOB = """
 name: "scraped" seed: 1 num_steps: {steps}
@@ -41,13 +42,16 @@ optimizer {{ learning_rate: 1e-4 }}
 
 def page_cpu_seconds(pid):
     """Of the threads that serve /metrics, so far."""
-    total, folder = 0, f"/proc/{pid}/task"
+    total, count, folder = 0, 0, f"/proc/{pid}/task"
     for task in os.listdir(folder):
         with open(f"{folder}/{task}/comm", encoding="utf-8") as file:
             if not file.read().startswith(PAGE_THREADS):
                 continue
         with open(f"{folder}/{task}/schedstat", encoding="utf-8") as file:
             total += int(file.read().split()[0])
+            count += 1
+    if count == 0:
+        sys.exit(f"process {pid} has no thread whose name begins with {PAGE_THREADS}")
     return total * 1e-9
 
 
@@ -122,7 +126,7 @@ class Page:
         if figures["rss_mib"][2] - figures["rss_mib"][0] > MOST_GROWTH_MIB:
             faults.append(f"own memory grew from {figures['rss_mib'][0]} to {figures['rss_mib'][2]} MiB; at most by {MOST_GROWTH_MIB}")
         faults += [f"{what} grew from {figures[what][0]} to {figures[what][2]}" for what in ("descriptors", "threads")
-                   if figures[what][2] > figures[what][0]]
+                   if figures[what][2] > figures[what][0] + MOST_MORE]
         return [f"{self.name}: {fault}" for fault in faults]
 
 
