@@ -118,7 +118,8 @@ absl::Status Follow(const Connection& connection, const std::string& job, const 
       return absl::AbortedError(
           absl::StrCat("job ", job, " ", StateWord(last.state()), last.error().empty() ? "" : ": ", last.error()));
     }
-    if (!status.ok() && !absl::IsUnavailable(status)) return status;
+    // Cancelled: nothing was read for long, as when the output is held up.
+    if (!status.ok() && !absl::IsUnavailable(status) && !absl::IsCancelled(status)) return status;
     if (MonotonicTime::Now() - broken > kPatience)
       return Annotate(status, absl::StrCat("no word of job ", job, " for 10 minutes"));
     absl::SleepFor(absl::Milliseconds(500));

@@ -17,7 +17,7 @@
 namespace tandem {
 namespace {
 
-constexpr std::size_t kPieceBytes = kMiB;
+constexpr std::size_t kPieceBytes = 256 * kKiB;               // the server waits 20 s for one
 constexpr absl::Duration kUploadPatience = absl::Minutes(2);  // without a byte more
 constexpr absl::Duration kUploadRetryInterval = absl::Seconds(1);
 constexpr std::uintmax_t kJobFileLimit = 256 * kKiB;
@@ -98,6 +98,8 @@ absl::Status SendFile(v1::JobService::Stub* trainer, const Connection& connectio
     if (!status.ok()) absl::SleepFor(kUploadRetryInterval);
     v1::HasContentResponse answer;
     auto context = connection.Context();
+    // gRPC sees to a connection that is being made only while a call waits for it.
+    context->set_wait_for_ready(!status.ok());
     const absl::Status asked =
         CallStatus(trainer->HasContent(context.get(), question, &answer), "trainer_server", connection.trainer_address);
     if (!asked.ok()) {

@@ -14,11 +14,11 @@
 #include "absl/time/time.h"
 #include "common/model/model_config.h"
 #include "common/model/prompt_encoder.h"
+#include "common/rpc/stream_watch.h"
 #include "proto/rollout.grpc.pb.h"
 #include "rollout_server/engine/engine.h"
 #include "rollout_server/request/rollout_request.h"
 #include "rollout_server/service/stream_buffer.h"
-#include "rollout_server/service/stream_watch.h"
 
 namespace tandem {
 

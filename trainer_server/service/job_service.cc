@@ -5,6 +5,8 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "common/base/clock.h"
 #include "common/base/log.h"
 #include "common/base/units.h"
 #include "common/gpu/device.h"
@@ -116,37 +118,46 @@ void AddWarnings(const JobPlan& plan, google::protobuf::RepeatedPtrField<std::st
 
 class JobService::StreamPlace {
  public:
-  explicit StreamPlace(std::atomic<int>* count) : count_(count), is_granted_(count->fetch_add(1) < kMaxStreams) {}
+  // `what`: the plural of what has the places.
+  StreamPlace(std::atomic<int>* count, int limit, std::string_view what)
+      : count_(count), limit_(limit), what_(what), is_granted_(count->fetch_add(1) < limit) {}
   ~StreamPlace() { count_->fetch_sub(1); }
   StreamPlace(const StreamPlace&) = delete;
   StreamPlace& operator=(const StreamPlace&) = delete;
   grpc::Status status() const {
     if (is_granted_) return grpc::Status::OK;
-    return ToGrpc(absl::ResourceExhaustedError(absl::StrCat("trainer_server serves ", kMaxStreams, " streams at a time")));
+    return ToGrpc(absl::ResourceExhaustedError(absl::StrCat("trainer_server serves ", limit_, " ", ToAbsl(what_), " at a time")));
   }
 
  private:
   std::atomic<int>* const count_;
+  const int limit_;
+  const std::string_view what_;
   const bool is_granted_;
 };
+
+template <typename Transfer>
+bool JobService::InTime(grpc::ServerContext* context, const Transfer& transfer) {
+  const StreamWatch::Wait wait(&stream_watch_, context, MonotonicTime::Now() + kMessageTimeout);
+  return transfer();
+}
 
 JobService::JobService(Options options, JobStore* store, ContentStore* content, JobRunner* runner)
     : options_(std::move(options)), store_(store), content_(content), runner_(runner) {}
 
-grpc::Status JobService::Upload(grpc::ServerContext*, grpc::ServerReader<v1::UploadRequest>* reader,
+grpc::Status JobService::Upload(grpc::ServerContext* context, grpc::ServerReader<v1::UploadRequest>* reader,
                                 v1::UploadResponse* response) {
-  const StreamPlace place(&num_streams_);
+  const StreamPlace place(&num_streams_, kMaxStreams, "streams");
   if (!place.status().ok()) return place.status();
   v1::UploadRequest request;
-  if (!reader->Read(&request) || !request.has_header()) {
-    return ToGrpc(absl::InvalidArgumentError("an upload begins with a header"));
-  }
+  const auto read = [&] { return InTime(context, [&] { return reader->Read(&request); }); };
+  if (!read() || !request.has_header()) { return ToGrpc(absl::InvalidArgumentError("an upload begins with a header")); }
   const std::string sha256 = request.header().sha256();
   auto upload = content_->BeginUpload(sha256, request.header().size_bytes(), request.header().offset_bytes());
   if (!upload.ok()) return ToGrpc(upload.status());
   if (request.header().offset_bytes() > 0)
     TANDEM_LOG(kInfo, "service", "upload goes on sha256=", sha256, " at_bytes=", request.header().offset_bytes());
-  while (reader->Read(&request)) {
+  while (read()) {
     if (!request.has_piece() || request.piece().size() > kPieceBytes) {
       return ToGrpc(absl::InvalidArgumentError(
           absl::StrCat("upload of ", sha256, ": a piece of ", request.piece().size(), " bytes; the limit is ", kPieceBytes)));
@@ -259,13 +270,14 @@ grpc::Status JobService::Describe(grpc::ServerContext*, const v1::GetJobRequest*
 
 grpc::Status JobService::Watch(grpc::ServerContext* context, const v1::WatchRequest* request,
                                grpc::ServerWriter<v1::WatchResponse>* writer) {
-  const StreamPlace place(&num_streams_);
+  const StreamPlace place(&num_watchers_, kMaxWatchers, "watchers");
   if (!place.status().ok()) return place.status();
   if (const auto job = store_->Get(request->job()); !job.ok()) return ToGrpc(job.status());
   HistoryReader history(runner_->DirectoryOf(request->job()), request->stride_steps());
   v1::JobStatus sent;
   std::uint64_t next_step = request->from_step(), change = 0;
   if (next_step > 0) history.Seek(next_step - 1);
+  const auto write = [&](const v1::WatchResponse& message) { return InTime(context, [&] { return writer->Write(message); }); };
   while (!context->IsCancelled()) {
     // The status first: when it says that the job has ended, the history read after it is whole.
     const auto status = runner_->StatusOf(request->job());
@@ -276,15 +288,17 @@ grpc::Status JobService::Watch(grpc::ServerContext* context, const v1::WatchRequ
       // The evaluation of step s comes after its figures, so that a caller who has those may lack it.
       if (event->step + (is_step ? 0 : 1) < next_step) continue;
       if (is_step) next_step = event->step + 1;
-      if (!writer->Write(ToResponse(*event))) return grpc::Status::CANCELLED;
+      if (!write(ToResponse(*event))) return grpc::Status::CANCELLED;
     }
     if (!IsSame(*status, sent)) {
       v1::WatchResponse response;
       *response.mutable_status() = *status;
-      if (!writer->Write(response)) return grpc::Status::CANCELLED;
+      if (!write(response)) return grpc::Status::CANCELLED;
       sent = *status;
     }
     if (HasEnded(status->state()) || request->until_now()) return grpc::Status::OK;
+    // The more watchers there are the less often each looks, so that they do not slow the steps that they watch.
+    absl::SleepFor(absl::Seconds(static_cast<double>(num_watchers_.load()) / kLooksPerSecond));
     change = runner_->WaitForChange(change, absl::Milliseconds(500));
   }
   return grpc::Status::CANCELLED;
@@ -332,7 +346,7 @@ grpc::Status JobService::SetPriority(grpc::ServerContext* context, const v1::Set
 
 grpc::Status JobService::Completions(grpc::ServerContext* context, const v1::CompletionsRequest* request,
                                      grpc::ServerWriter<v1::CompletionRecord>* writer) {
-  const StreamPlace place(&num_streams_);
+  const StreamPlace place(&num_streams_, kMaxStreams, "streams");
   if (!place.status().ok()) return place.status();
   const auto job = store_->Get(request->job());
   if (!job.ok()) return ToGrpc(job.status());
@@ -356,7 +370,7 @@ grpc::Status JobService::Completions(grpc::ServerContext* context, const v1::Com
     const absl::Status read = ReadCompletions(directory, step, [&](const v1::CompletionRecord& record) {
       is_open = !context->IsCancelled();
       if (!is_open || !Passes(*request, record)) return is_open;
-      is_open = writer->Write(record) && (request->limit() == 0 || ++written < request->limit());
+      is_open = InTime(context, [&] { return writer->Write(record); }) && (request->limit() == 0 || ++written < request->limit());
       return is_open;
     });
     if (!read.ok()) return ToGrpc(Annotate(read, absl::StrCat("job ", request->job())));
@@ -367,7 +381,7 @@ grpc::Status JobService::Completions(grpc::ServerContext* context, const v1::Com
 
 grpc::Status JobService::Export(grpc::ServerContext* context, const v1::ExportRequest* request,
                                 grpc::ServerWriter<v1::ExportResponse>* writer) {
-  const StreamPlace place(&num_streams_);
+  const StreamPlace place(&num_streams_, kMaxStreams, "streams");
   if (!place.status().ok()) return place.status();
   const auto job = store_->Get(request->job());
   if (!job.ok()) return ToGrpc(job.status());
@@ -384,7 +398,7 @@ grpc::Status JobService::Export(grpc::ServerContext* context, const v1::ExportRe
     response.set_file(file);
     response.set_piece(piece.data(), piece.size());
     response.set_is_last(is_last);
-    return !context->IsCancelled() && writer->Write(response);
+    return !context->IsCancelled() && InTime(context, [&] { return writer->Write(response); });
   };
   if (request->merged()) {
     return ToGrpc(ExportMerged(plan->spec.adapter(), options_.model, options_.model_path, *adapter, sink));

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "common/rpc/access.h"
+#include "common/rpc/stream_watch.h"
 #include "proto/job.grpc.pb.h"
 #include "trainer_server/job/content_store.h"
 #include "trainer_server/job/job_plan.h"
@@ -25,7 +26,10 @@ class JobService final : public v1::JobService::Service {
     PoolMember* member = nullptr;
     std::shared_ptr<Access> access;  // who calls
   };
-  static constexpr int kMaxStreams = 64;  // Watch, Upload, Completions and Export calls at a time
+  static constexpr int kMaxStreams = 64;  // Upload, Completions and Export calls at a time
+  static constexpr int kMaxWatchers = 1024;
+  static constexpr int kLooksPerSecond = 1000;                          // of all watchers together
+  static constexpr absl::Duration kMessageTimeout = absl::Seconds(20);  // for one message of a stream, to come or to go
 
   JobService(Options options, JobStore* store, ContentStore* content, JobRunner* runner);
 
@@ -53,8 +57,11 @@ class JobService final : public v1::JobService::Service {
                          v1::TrainerStatus* response) override;
 
  private:
-  // One of kMaxStreams places; RAII. Errors: RESOURCE_EXHAUSTED.
+  // One of so many places; RAII. Errors: RESOURCE_EXHAUSTED.
   class StreamPlace;
+  // Writes or reads a message; false when the stream has ended, or took longer than kMessageTimeout.
+  template <typename Transfer>
+  bool InTime(grpc::ServerContext* context, const Transfer& transfer);
   // A plan for whoever calls, with memory and micro-batches; `submitter` may be null.
   absl::StatusOr<JobPlan> PlanFor(const grpc::ServerContext& context, const std::string& job_text, std::string* submitter) const;
   // Does `change` where the caller is the job's submitter or administers; what the job then is. Errors: PERMISSION_DENIED.
@@ -67,7 +74,8 @@ class JobService final : public v1::JobService::Service {
   JobStore* const store_;
   ContentStore* const content_;
   JobRunner* const runner_;
-  std::atomic<int> num_streams_ = 0;
+  std::atomic<int> num_streams_ = 0, num_watchers_ = 0;
+  StreamWatch stream_watch_;
 };
 
 }  // namespace tandem

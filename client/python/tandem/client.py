@@ -11,7 +11,7 @@ from google.protobuf import text_format
 from . import connection, contracts
 from .connection import TandemError
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18  # the server waits 20 s for one
 JOBS_PER_PAGE = 100
 MAX_JOB_FILE_BYTES = 256 << 10
 UPLOAD_PATIENCE_SECONDS = 120  # without a byte more
@@ -118,7 +118,7 @@ class Client:
             except TandemError as error:
                 if is_answered:
                     broken = time.monotonic()
-                if error.code != "UNAVAILABLE" or time.monotonic() - broken > PATIENCE_SECONDS:
+                if error.code not in ("UNAVAILABLE", "CANCELLED") or time.monotonic() - broken > PATIENCE_SECONDS:
                     raise
             if ended is not None:
                 if state_of(ended) != "succeeded":
@@ -202,7 +202,7 @@ class Client:
             if error is not None:
                 time.sleep(UPLOAD_RETRY_SECONDS)
             try:
-                answer = self._call("HasContent", contracts.HasContentRequest(sha256=sha256))
+                answer = self._call("HasContent", contracts.HasContentRequest(sha256=sha256), waits=error is not None)
             except TandemError as asked:
                 if error is None or asked.code not in AWAY:  # no upload has begun
                     raise
@@ -234,14 +234,16 @@ class Client:
 
         where, request, response = contracts.method("JobService", "Upload")
         call = self._channel.stream_unary(where, request.SerializeToString, response.FromString)
-        self._guard(lambda: call(pieces(), timeout=60 + size / PIECE_BYTES, metadata=self._metadata), f"uploading {path}: ")
+        self._guard(lambda: call(pieces(), timeout=60 + size / (1 << 20), metadata=self._metadata), f"uploading {path}: ")
 
     # ---- Calls ---------------------------------------------------------------------------------------------------------------
 
-    def _call(self, name, request, timeout=None):
+    def _call(self, name, request, timeout=None, waits=False):
         path, request_class, response_class = contracts.method("JobService", name)
         call = self._channel.unary_unary(path, request_class.SerializeToString, response_class.FromString)
-        return self._guard(lambda: call(request, timeout=timeout or self.timeout, metadata=self._metadata))
+        return self._guard(
+            lambda: call(request, timeout=timeout or self.timeout, metadata=self._metadata, wait_for_ready=waits)
+        )
 
     def _stream(self, name, request, timeout=600):
         path, request_class, response_class = contracts.method("JobService", name)
