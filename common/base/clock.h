@@ -1,5 +1,5 @@
-// The clock of waits, deadlines and intervals: it goes on evenly whatever is done to the time of day. absl::Now() is for what people
-// read: log lines, time stamps.
+// The clock of waits, deadlines and intervals: it goes on evenly whatever is done to the time of day. absl::Now() is for what
+// people read: log lines, time stamps.
 #pragma once
 
 #include <chrono>
