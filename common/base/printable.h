@@ -9,7 +9,7 @@ namespace tandem {
 enum class LineEnds { kKeep, kEscape };
 
 // `text` with what a terminal takes for a command, or that hides what is written, spelled out: control characters of ASCII but
-// tab as \x1b, those of Latin-1 and the marks that turn the direction of writing as \u009b and \u202e; newlines stay or become
+// tab as \u001b, those of Latin-1 and the marks that turn the direction of writing as \u009b and \u202e; newlines stay or become
 // \n.
 std::string Printable(std::string_view text, LineEnds line_ends);
 

@@ -26,6 +26,7 @@
 #include "common/rpc/channel.h"
 #include "common/rpc/clock_watch.h"
 #include "common/rpc/node_watch.h"
+#include "google/protobuf/stubs/logging.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/health_check_service_interface.h"
 
@@ -215,6 +216,10 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   if (error) BadFlag(absl::StrCat("--data_dir=", config.data_dir, ": ", error.message()));
   ::signal(SIGPIPE, SIG_IGN);
   StartLog(program, level);
+  // Of each message that cannot be read; else they stand between the log's lines in a form of their own.
+  google::protobuf::SetLogHandler([](google::protobuf::LogLevel, const char*, int, const std::string& message) {
+    TANDEM_LOG(kWarning, "protobuf", message);
+  });
   if (absl::GetFlag(FLAGS_device) == "auto" && HasCudaDevice() && config.pool.device == Device::kCpu)
     TANDEM_LOG(kWarning, "daemon", "running on the CPU: ", CheckDeviceCode().ToString());
   return config;

@@ -17,8 +17,9 @@
 #include <vector>
 
 #include "common/rpc/channel.h"
+#include "google/protobuf/wrappers.pb.h"
 #include "grpcpp/impl/codegen/client_unary_call.h"
-#include "proto/job.pb.h"
+#include "proto/job.grpc.pb.h"
 
 namespace tandem {
 namespace {
@@ -29,8 +30,10 @@ absl::StatusOr<int> ServeNothing(const DaemonConfig& config) {
   const auto metrics = Metrics::Create(config.metrics_address);
   std::atomic<bool> is_stopped = false;
   const MonotonicTime begin = MonotonicTime::Now();
+  v1::JobService::Service unimplemented;
   return Daemon::Serve(
-      config, *access, metrics->get(), nullptr, {}, [](int port) { std::printf("port %d\n", port), std::fflush(stdout); },
+      config, *access, metrics->get(), nullptr, {&unimplemented},
+      [](int port) { std::printf("port %d\n", port), std::fflush(stdout); },
       [&] {
         const bool fails = config.pool.model_path == "fail" && MonotonicTime::Now() - begin > absl::Milliseconds(100);
         return fails ? absl::InternalError("engine gave up") : absl::OkStatus();
@@ -169,6 +172,31 @@ TEST(Daemon, ARoomsOwnSizesAreReadAsTheSharedOnesAre) {
   EXPECT_EXIT(IntFlag("max_streams", 0, 1, 4096), ::testing::ExitedWithCode(1), "--max_streams: 0; must be 1 to 4096");
 }
 
+template <typename Request>
+grpc::Status Call(const std::shared_ptr<grpc::Channel>& channel, const char* method, const Request& request,
+                  grpc_compression_algorithm compression = GRPC_COMPRESS_NONE) {
+  grpc::ClientContext context;
+  context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(60)));
+  context.set_compression_algorithm(compression);
+  v1::JobStatus response;
+  return grpc::internal::BlockingUnaryCall<Request, v1::JobStatus, grpc::protobuf::MessageLite, grpc::protobuf::MessageLite>(
+      channel.get(), grpc::internal::RpcMethod(method, grpc::internal::RpcMethod::NORMAL_RPC, channel), &context, request,
+      &response);
+}
+
+TEST(Daemon, AMessageThatCannotBeReadIsALineOfTheLog) {
+  DaemonProcess daemon({});
+  google::protobuf::BytesValue request;  // of GetJobRequest's form, but that its first field is any bytes
+  request.set_value("job\xff");
+  const auto channel = MakeChannel(absl::StrCat("127.0.0.1:", daemon.Port()));
+  EXPECT_FALSE(Call(channel, "/tandem.v1.JobService/GetJob", request).ok());
+  const std::string said = daemon.ReadUntil("invalid UTF-8");
+  EXPECT_NE(said.find(" W rollout_server protobuf: String field 'tandem.v1.GetJobRequest.job' contains invalid UTF-8"),
+            std::string::npos)
+      << said;
+  EXPECT_EQ(said.find("libprotobuf"), std::string::npos) << said;
+}
+
 // The largest that the daemon's memory has been, in MiB.
 std::size_t PeakMib(pid_t pid) {
   std::ifstream status(absl::StrCat("/proc/", pid, "/status"));
@@ -185,31 +213,19 @@ TEST(Daemon, AMessageThatUnfoldsIsRefusedBeforeItDoes) {
   arguments.SetMaxSendMessageSize(-1);
   const auto channel =
       grpc::CreateCustomChannel(absl::StrCat("127.0.0.1:", daemon.Port()), grpc::InsecureChannelCredentials(), arguments);
+  EXPECT_TRUE(Call(channel, "/grpc.health.v1.Health/Check", v1::GetJobRequest()).ok());
+  const std::size_t before = PeakMib(daemon.pid());
   v1::GetJobRequest request;  // a health check's request has a string as its first field too
   request.set_job(std::string(std::size_t{128} << 20, '\0'));
   for (const grpc_compression_algorithm algorithm : {GRPC_COMPRESS_GZIP, GRPC_COMPRESS_DEFLATE}) {
-    grpc::ClientContext context;
-    context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Seconds(60)));
-    context.set_compression_algorithm(algorithm);
-    v1::JobStatus response;
-    const grpc::Status status = grpc::internal::BlockingUnaryCall<v1::GetJobRequest, v1::JobStatus, grpc::protobuf::MessageLite,
-                                                                  grpc::protobuf::MessageLite>(
-        channel.get(), grpc::internal::RpcMethod("/grpc.health.v1.Health/Check", grpc::internal::RpcMethod::NORMAL_RPC, channel),
-        &context, request, &response);
+    const grpc::Status status = Call(channel, "/grpc.health.v1.Health/Check", request, algorithm);
     EXPECT_FALSE(status.ok());
     EXPECT_EQ(status.error_code(), grpc::StatusCode::UNIMPLEMENTED) << status.error_message();
   }
-  EXPECT_LT(PeakMib(daemon.pid()), 128u);
+  EXPECT_LT(PeakMib(daemon.pid()), before + 64);
   // It goes on, and plain messages are served.
-  grpc::ClientContext context;
-  v1::JobStatus response;
   request.clear_job();
-  EXPECT_TRUE((grpc::internal::BlockingUnaryCall<v1::GetJobRequest, v1::JobStatus, grpc::protobuf::MessageLite,
-                                                 grpc::protobuf::MessageLite>(
-                   channel.get(),
-                   grpc::internal::RpcMethod("/grpc.health.v1.Health/Check", grpc::internal::RpcMethod::NORMAL_RPC, channel),
-                   &context, request, &response))
-                  .ok());
+  EXPECT_TRUE(Call(channel, "/grpc.health.v1.Health/Check", request).ok());
 }
 
 TEST(Channel, StatusesCrossUnchanged) {
