@@ -1,10 +1,9 @@
 #include "trainer_server/http/http_server.h"
 
-#include <openssl/err.h>
 #include <openssl/ssl.h>
 #include <sys/stat.h>
 
-#include <atomic>
+#include <algorithm>
 #include <boost/asio/ip/tcp.hpp>
 #include <boost/asio/post.hpp>
 #include <boost/asio/ssl/context.hpp>
@@ -16,6 +15,7 @@
 #include <chrono>
 #include <exception>
 #include <optional>
+#include <set>
 #include <thread>
 #include <type_traits>
 
@@ -23,6 +23,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/clock.h"
 #include "common/base/log.h"
+#include "common/base/mutex.h"
 
 namespace tandem {
 namespace {
@@ -79,17 +80,9 @@ class TlsFiles {
     const auto context = std::make_shared<asio::ssl::context>(asio::ssl::context::tls_server);
     SSL_CTX* const native = context->native_handle();
     SSL_CTX_set_min_proto_version(native, TLS1_2_VERSION);
-    SSL_CTX_set_default_passwd_cb(native, [](char*, int, int, void*) { return 0; });  // never asks at the terminal
-    error_code error;
-    context->use_certificate_chain_file(options_.tls_cert, error);
-    if (error) return Fault("tls_cert", options_.tls_cert, error);
-    context->use_private_key_file(options_.tls_key, asio::ssl::context::pem, error);
-    if (error) return Fault("tls_key", options_.tls_key, error);
+    TANDEM_RETURN_IF_ERROR(LoadTlsFiles(options_, native));
     if (!options_.tls_client_ca.empty()) {
-      context->load_verify_file(options_.tls_client_ca, error);
-      if (error) return Fault("tls_client_ca", options_.tls_client_ca, error);
-      context->set_verify_mode(asio::ssl::verify_peer | asio::ssl::verify_fail_if_no_peer_cert, error);
-      if (error) return Fault("tls_client_ca", options_.tls_client_ca, error);
+      SSL_CTX_set_verify(native, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
       // A browser offers those of its certificates that these signed.
       SSL_CTX_set_client_CA_list(native, SSL_load_client_CA_file(options_.tls_client_ca.c_str()));
       constexpr unsigned char kSessions[] = "tandem";  // without it a resumed session of a client with a certificate fails
@@ -98,11 +91,6 @@ class TlsFiles {
     if (context_ != nullptr) TANDEM_LOG(kInfo, "http", "read the certificate again");
     context_ = context;
     return absl::OkStatus();
-  }
-
-  static absl::Status Fault(const char* flag, const std::string& path, const error_code& error) {
-    ERR_clear_error();
-    return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", path, ": ", error.message()));
   }
 
   const AccessOptions options_;
@@ -120,27 +108,66 @@ std::string CertificateName(SSL* ssl) {
   return name;
 }
 
+// The connections that are open. Confined to the server's thread, but for Leave.
+class Places {
+ public:
+  class Holder {
+   public:
+    virtual ~Holder() = default;
+    virtual MonotonicTime silent_since() const = 0;  // of the other side; the infinite future: it waits for us
+    virtual void Drop() = 0;
+  };
+  void Enter(Holder* holder) {
+    MutexLock lock(&mutex_);
+    holders_.insert(holder);
+  }
+  void Leave(Holder* holder) {
+    MutexLock lock(&mutex_);
+    holders_.erase(holder);
+  }
+  // Whether one more may come; where all places are taken, the connection that has been silent longest is dropped.
+  bool MakeRoom() {
+    MutexLock lock(&mutex_);
+    if (holders_.size() < HttpServer::kMaxConnections) return true;
+    Holder* const longest = *std::ranges::min_element(holders_, {}, &Holder::silent_since);
+    if (longest->silent_since() == MonotonicTime::InfiniteFuture()) return false;
+    longest->Drop();
+    return true;
+  }
+
+ private:
+  Mutex mutex_;
+  std::set<Holder*> holders_ ABSL_GUARDED_BY(mutex_);
+};
+
 // What a connection needs of the server.
 struct Shared {
   asio::thread_pool* workers;
   const HttpServer::Answer* answer;
-  std::atomic<std::size_t>* num_connections;
+  Places* places;
 };
 
 // One connection, from its handshake to its end; keeps itself alive while something is under way. Confined to the server's
 // thread, but for the answer.
 template <typename Stream>
-class Connection : public std::enable_shared_from_this<Connection<Stream>> {
+class Connection : public Places::Holder, public std::enable_shared_from_this<Connection<Stream>> {
  public:
   static constexpr bool kIsOverTls = std::is_same_v<Stream, TlsStream>;
 
   Connection(Stream stream, std::shared_ptr<asio::ssl::context> context, const Shared& shared)
       : context_(std::move(context)), stream_(std::move(stream)), shared_(shared) {
-    ++*shared_.num_connections;
+    shared_.places->Enter(this);
   }
-  ~Connection() { --*shared_.num_connections; }
+  ~Connection() override { shared_.places->Leave(this); }
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
+
+  MonotonicTime silent_since() const override { return silent_since_; }
+  void Drop() override {
+    silent_since_ = MonotonicTime::InfiniteFuture();
+    error_code ignored;
+    socket().close(ignored);
+  }
 
   void Begin() {
     error_code error;
@@ -163,11 +190,13 @@ class Connection : public std::enable_shared_from_this<Connection<Stream>> {
   Tcp::socket& socket() { return beast::get_lowest_layer(stream_).socket(); }
 
   void Read() {
+    silent_since_ = MonotonicTime::Now();
     parser_.emplace();
     parser_->header_limit(HttpServer::kMaxHeaderBytes);
     parser_->body_limit(std::uint64_t{0});
     beast::get_lowest_layer(stream_).expires_after(kRequestTimeout);
     http::async_read(stream_, buffer_, *parser_, [self = this->shared_from_this()](error_code failed, std::size_t) {
+      self->silent_since_ = MonotonicTime::InfiniteFuture();
       if (!failed) return self->Dispatch();
       if (failed == http::error::end_of_stream) return self->End();
       if (failed == http::error::header_limit)
@@ -214,6 +243,7 @@ class Connection : public std::enable_shared_from_this<Connection<Stream>> {
     message->keep_alive(keeps_alive);
     message->content_length(response.body.size());
     if (!is_head) message->body() = std::move(response.body);
+    silent_since_ = MonotonicTime::Now();
     beast::get_lowest_layer(stream_).expires_after(kResponseTimeout);
     const auto written = [self = this->shared_from_this(), message](error_code failed, std::size_t) {
       if (failed) return;
@@ -239,6 +269,7 @@ class Connection : public std::enable_shared_from_this<Connection<Stream>> {
   const std::shared_ptr<asio::ssl::context> context_;  // of this connection, whatever the files are now
   Stream stream_;
   const Shared shared_;
+  MonotonicTime silent_since_ = MonotonicTime::Now();
   std::string peer_, certificate_name_;
   beast::flat_buffer buffer_{HttpServer::kMaxHeaderBytes};
   std::optional<http::request_parser<http::empty_body>> parser_;
@@ -295,13 +326,13 @@ struct HttpServer::State {
         });
         return;
       }
-      if (num_connections < kMaxConnections) Serve(std::move(socket));
+      if (places.MakeRoom()) Serve(std::move(socket));
       Accept();
     });
   }
 
   void Serve(Tcp::socket socket) {
-    const Shared shared{&workers, &answer, &num_connections};
+    const Shared shared{&workers, &answer, &places};
     if (tls == nullptr) {
       std::make_shared<Connection<PlainStream>>(PlainStream(std::move(socket)), nullptr, shared)->Begin();
       return;
@@ -319,7 +350,7 @@ struct HttpServer::State {
   }
 
   Answer answer;
-  std::atomic<std::size_t> num_connections = 0;
+  Places places;
   std::unique_ptr<TlsFiles> tls;  // null: plain
   asio::thread_pool workers;
   asio::io_context loop{1};

@@ -45,7 +45,7 @@ absl::StatusOr<HttpAddress> ParseHttpAddress(const std::string& address);
 
 class HttpServer {
  public:
-  static constexpr std::size_t kMaxConnections = 64;  // a further one is closed at once
+  static constexpr std::size_t kMaxConnections = 64;  // a further one takes the place of the one that has been silent longest
   static constexpr std::size_t kMaxHeaderBytes = 16 << 10;
   static constexpr int kNumWorkers = 4;
   using Answer = std::function<HttpResponse(const HttpRequest&)>;
