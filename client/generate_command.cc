@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_join.h"
 #include "client/commands.h"
 #include "client/printing.h"
@@ -73,7 +74,10 @@ absl::Status Generate(const Connection& connection, const Words& words, const Ge
       failure = absl::InternalError(response.finished().error());
     }
   }
-  TANDEM_RETURN_IF_ERROR(CallStatus(stream->Finish(), "rollout_server", connection.rollout_address));
+  const absl::Status status = CallStatus(stream->Finish(), "rollout_server", connection.rollout_address);
+  if (absl::IsFailedPrecondition(status) && absl::StrContains(status.message(), "no chat template"))
+    return absl::FailedPreconditionError(absl::StrCat(status.message(), " (--raw)"));
+  TANDEM_RETURN_IF_ERROR(status);
   if (is_single) Print("");
   for (std::size_t i = 0; !is_single && !connection.json && i < texts.size(); ++i) Print(absl::StrCat("[", i, "] ", texts[i]));
   return failure;

@@ -188,7 +188,7 @@ def watch(args, job, declared):
                 fault("the job ended before its pages were looked at")
             return status
         # One prompt again and again, longer than a KV block: the prefix cache has it.
-        tandem(args, "--max_tokens=4", "generate", "Say it once more, and then no more of it: thank you very much.")
+        tandem(args, "--max_tokens=4", "--raw", "generate", 2 * "Say it once more, and then no more of it: thank you very much. ")
         time.sleep(0.3)
     sys.exit(f"job {job} has not ended in {args.seconds} s: {status}")
 
