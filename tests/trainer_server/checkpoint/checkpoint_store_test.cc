@@ -104,7 +104,7 @@ TEST_F(CheckpointStoreTest, ReferenceThatMovesIsKeptAndMissedWhenItIsAbsent) {
   into.reference = read;
   ASSERT_TRUE(store.LoadNewest("job", into).ok());
   EXPECT_EQ(read, reference);
-  ASSERT_TRUE(store.Write(StateAt(2), "job", written.view(), 2).ok());
+  ASSERT_TRUE(store.Write(StateAt(2), "job", written.view(), 1).ok());
   const auto missing = store.LoadNewest("job", into);
   EXPECT_TRUE(absl::IsDataLoss(missing.status())) << missing.status();
   EXPECT_THAT(std::string(missing.status().message()), HasSubstr("reference.bin"));
