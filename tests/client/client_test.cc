@@ -292,7 +292,7 @@ TEST_F(ClientTest, AnUploadGoesOnWhereTheConnectionBroke) {
   WriteFile(directory + "/job.textproto", "data { path: \"rows.jsonl\" }");
   trainer_.num_broken_uploads = 2;
   EXPECT_EQ(Submit(connection_, {directory + "/job.textproto"}, SubmitOptions()), absl::OkStatus());
-  EXPECT_EQ(trainer_.offsets, (std::vector<std::uint64_t>{0, kMiB, 2 * kMiB}));
+  EXPECT_EQ(trainer_.offsets, (std::vector<std::uint64_t>{0, 256 * kKiB, 512 * kKiB})) << "a piece each";
   EXPECT_EQ(trainer_.contents[Sha256Hex(data)], data);
 
   // What another has left under this address are other bytes: sent anew.

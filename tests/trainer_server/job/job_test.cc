@@ -617,7 +617,7 @@ TEST_F(JobStoreTest, StatesThatDoNotFollowAreRefusedByName) {
   for (const absl::Status& status :
        {store_->Cancel(job), store_->Pause(job), store_->Resume(job), store_->Transition(job, v1::JOB_STATE_RUNNING, "")}) {
     EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
-    EXPECT_THAT(std::string(status.message()), HasSubstr("JOB_STATE_SUCCEEDED"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("is succeeded and cannot be"));
   }
   EXPECT_TRUE(absl::IsNotFound(store_->Cancel("nobody")));
 }
