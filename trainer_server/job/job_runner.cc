@@ -223,7 +223,7 @@ void JobRunner::RunJob(const StoredJob& job) {
   // Its last values, an evaluation's among them, are served for a while.
   environment_.metrics->SetGauge(kJobRunning, {name}, 0);
   ended_jobs_.emplace_back(name, MonotonicTime::Now());
-  if (loop.ok()) {
+  if (loop.ok() && (*loop)->has_published()) {
     (*loop)->KeepOnlyAdapter();
     resident_ = *std::move(loop);
   }

@@ -95,7 +95,8 @@ class TrainingLoop {
   // Of the last step boundary.
   absl::Status WriteCheckpoint();
 
-  // Makes the adapter known again to a rollout server that came back. Requires: a version was published.
+  bool has_published() const { return publisher_->version() > 0; }
+  // Makes the adapter known again to a rollout server that came back. Requires: has_published.
   absl::Status Reactivate() { return publisher_->Reactivate(); }
   // Frees all but the adapter in use, which `generate` may still ask for.
   void KeepOnlyAdapter();
