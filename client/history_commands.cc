@@ -14,6 +14,7 @@
 #include "client/plot.h"
 #include "client/printing.h"
 #include "client/progress.h"
+#include "common/rpc/job_state.h"
 #include "google/protobuf/text_format.h"
 
 namespace tandem {
@@ -108,7 +109,7 @@ absl::StatusOr<ComparedJob> Describe(const Connection& connection, const std::st
   const auto put = [&](const std::string& name, const std::string& text) {
     if (compared.text.emplace(name, text).second) compared.names.push_back(name);
   };
-  put("state", EnumWord(v1::JobState_Name(description.status().state()), "JOB_STATE_"));
+  put("state", StateWord(description.status().state()));
   put("steps", absl::StrCat(description.status().step(), "/", description.status().num_steps()));
   std::vector<const v1::EvaluationMetrics*> evaluations;
   const v1::StepMetrics* last = nullptr;

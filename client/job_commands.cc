@@ -16,6 +16,7 @@
 #include "client/progress.h"
 #include "common/base/clock.h"
 #include "common/rpc/channel.h"
+#include "common/rpc/job_state.h"
 #include "google/protobuf/text_format.h"
 
 namespace tandem {
@@ -25,8 +26,6 @@ constexpr int kMaxLiveSequences = 1 << 16;
 // Of submit and plan: the trainer reads the data set in the call, all of it where rows are filtered.
 constexpr absl::Duration kCheckTimeout = absl::Minutes(10);
 constexpr std::uint32_t kListedJobs = 100;  // a page
-
-std::string StateWord(v1::JobState state) { return EnumWord(v1::JobState_Name(state), "JOB_STATE_"); }
 
 absl::StatusOr<std::string> ToText(const v1::JobSpec& spec) {
   std::string text;
@@ -52,10 +51,6 @@ void PrintStatus(const Connection& connection, const v1::JobStatus& status) {
 
 void PrintWarnings(const google::protobuf::RepeatedPtrField<std::string>& warnings) {
   for (const std::string& warning : warnings) Print("warning: " + warning);
-}
-
-bool HasEnded(v1::JobState state) {
-  return state == v1::JOB_STATE_SUCCEEDED || state == v1::JOB_STATE_FAILED || state == v1::JOB_STATE_CANCELLED;
 }
 
 // Follows a job until it ends, and writes TensorBoard's events under `tensorboard` where that is not empty; a daemon that

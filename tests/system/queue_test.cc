@@ -140,7 +140,7 @@ TEST_F(QueueTest, JobsRunByPriorityAndBehindThoseThatTheyComeAfter) {
   EXPECT_EQ(Jobs("--limit=2").size(), 2u);
   EXPECT_THAT(Refusal("priority " + low + " 101"), HasSubstr("priority: 101; must be -100 to 100"));
   EXPECT_THAT(Refusal("priority " + low + " high"), HasSubstr("usage: tandem priority JOB NUMBER"));
-  EXPECT_THAT(Refusal("priority " + running + " 1"), HasSubstr("is JOB_STATE_RUNNING and cannot be given another priority"));
+  EXPECT_THAT(Refusal("priority " + running + " 1"), HasSubstr("is running and cannot be given another priority"));
   EXPECT_THAT(Refusal("jobs --state=waiting"), HasSubstr("--state: 'waiting'; must be queued, running, paused"));
   const std::string file = File("job.textproto");
   EXPECT_THAT(Refusal("submit " + file + " --set='after: \"absent-1\"'"),

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_join.h"
 #include "common/base/units.h"
+#include "common/rpc/job_state.h"
 #include "google/protobuf/io/tokenizer.h"
 #include "google/protobuf/text_format.h"
 #include "trainer_server/job/adapter_files.h"
@@ -167,7 +168,7 @@ std::optional<StoredJob> FindPrerequisite(const JobSurroundings& surroundings, c
       surroundings.find_job ? surroundings.find_job(*named) : absl::NotFoundError("there are no jobs");
   if (!found.ok()) return fault("; must be the id of a job of this trainer, or the name of one of your own");
   const v1::JobState state = found->status.state();
-  if (state == v1::JOB_STATE_FAILED || state == v1::JOB_STATE_CANCELLED) {
+  if (EndedWithoutSuccess(state)) {
     return fault(absl::StrCat(" is job ", found->status.job(), ", which is ", StateWord(state),
                               "; must be queued, paused, running or succeeded"));
   }

@@ -7,6 +7,7 @@
 #include "absl/time/clock.h"
 #include "common/base/clock.h"
 #include "common/base/log.h"
+#include "common/rpc/job_state.h"
 #include "common/rpc/node_watch.h"
 #include "trainer_server/job/job_metrics.h"
 
@@ -331,7 +332,7 @@ void JobRunner::EndJob(const std::string& job, const absl::Status& result, Train
       state = v1::JOB_STATE_FAILED;
     }
   }
-  TANDEM_LOG(kInfo, "job", "ended job=", job, " state=", v1::JobState_Name(state), " error=", error.empty() ? "-" : error);
+  TANDEM_LOG(kInfo, "job", "ended job=", job, " state=", StateWord(state), " error=", error.empty() ? "-" : error);
   const absl::Status moved = store_->Transition(job, state, error);
   if (!moved.ok()) TANDEM_LOG(kError, "job", "state not stored job=", job, " because=", std::string(moved.message()));
 }

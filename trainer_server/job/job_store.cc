@@ -10,12 +10,12 @@
 #include <string_view>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "common/model/utf8.h"
 
+#include "common/rpc/job_state.h"
 namespace tandem {
 namespace {
 
@@ -205,8 +205,6 @@ absl::Status Migrate(sqlite3* database, const std::string& path) {
   return absl::OkStatus();
 }
 
-std::string StateName(v1::JobState state) { return v1::JobState_Name(state); }
-
 bool IsAllowed(v1::JobState from, v1::JobState to) {
   const auto any = [&](std::initializer_list<v1::JobState> states) { return std::ranges::find(states, from) != states.end(); };
   switch (to) {
@@ -226,15 +224,12 @@ bool IsAllowed(v1::JobState from, v1::JobState to) {
   }
 }
 
-bool NeverSucceeds(v1::JobState state) { return state == v1::JOB_STATE_FAILED || state == v1::JOB_STATE_CANCELLED; }
-
 bool IsActive(v1::JobState state) {
   return state == v1::JOB_STATE_QUEUED || state == v1::JOB_STATE_RUNNING || state == v1::JOB_STATE_PAUSED;
 }
 
-absl::Status Refuse(const StoredJob& job, std::string_view what) {
-  return absl::FailedPreconditionError(
-      absl::StrCat("job ", job.status.job(), " is ", StateName(job.status.state()), " and cannot be ", ToAbsl(what)));
+absl::Status Refuse(const StoredJob& job, const std::string& why) {
+  return absl::FailedPreconditionError(absl::StrCat("job ", job.status.job(), " is ", StateWord(job.status.state()), why));
 }
 
 struct Prerequisite {
@@ -274,11 +269,6 @@ std::vector<std::string> PrerequisitesOf(const v1::JobSpec& spec) {
   std::ranges::sort(jobs);
   jobs.erase(std::unique(jobs.begin(), jobs.end()), jobs.end());
   return jobs;
-}
-
-std::string StateWord(v1::JobState state) {
-  const std::string name = v1::JobState_Name(state), prefix = "JOB_STATE_";
-  return absl::AsciiStrToLower(name.starts_with(prefix) ? name.substr(prefix.size()) : name);
 }
 
 absl::StatusOr<std::unique_ptr<JobStore>> JobStore::Open(const std::string& path, const Limits& limits) {
@@ -361,7 +351,7 @@ absl::StatusOr<std::string> JobStore::Add(const v1::JobSpec& spec, const std::st
   int num_unmet = 0;
   for (const std::string& prerequisite : prerequisites) {
     TANDEM_ASSIGN_OR_RETURN(const StoredJob before, GetLocked(prerequisite));
-    if (NeverSucceeds(before.status.state())) return Refuse(before, "come after");
+    if (EndedWithoutSuccess(before.status.state())) return Refuse(before, ": no job can come after it");
     num_unmet += before.status.state() == v1::JOB_STATE_SUCCEEDED ? 0 : 1;
   }
   TANDEM_ASSIGN_OR_RETURN(Transaction transaction, Transaction::Begin(database_));
@@ -530,7 +520,7 @@ absl::Status JobStore::FailDependents(const std::string& job, const std::string&
 
 absl::Status JobStore::TransitionLocked(const std::string& job, v1::JobState to, const std::string& error) {
   TANDEM_ASSIGN_OR_RETURN(const StoredJob before, GetLocked(job));
-  if (!IsAllowed(before.status.state(), to)) return Refuse(before, "made " + StateName(to));
+  if (!IsAllowed(before.status.state(), to)) return Refuse(before, " and cannot be made " + StateWord(to));
   std::vector<std::string> changed = {job};
   const double now = UnixSeconds(absl::Now());
   TANDEM_ASSIGN_OR_RETURN(Transaction transaction, Transaction::Begin(database_));
@@ -550,7 +540,7 @@ absl::Status JobStore::TransitionLocked(const std::string& job, v1::JobState to,
       TANDEM_RETURN_IF_ERROR(meet.BindReal(now).Bind(dependent).Run());
       changed.push_back(dependent);
     }
-  } else if (NeverSucceeds(to)) {
+  } else if (EndedWithoutSuccess(to)) {
     const std::string why =
         to == v1::JOB_STATE_CANCELLED ? " was cancelled" : absl::StrCat(" failed: ", error.substr(0, kMaxReasonBytes));
     TANDEM_RETURN_IF_ERROR(FailDependents(job, absl::StrCat("job ", job, why), &changed));
@@ -609,7 +599,7 @@ absl::Status JobStore::Cancel(const std::string& job) {
     case v1::JOB_STATE_PAUSED:
       return TransitionLocked(job, v1::JOB_STATE_CANCELLED, "");
     default:
-      return Refuse(before, "cancelled");
+      return Refuse(before, " and cannot be cancelled");
   }
 }
 
@@ -618,14 +608,14 @@ absl::Status JobStore::Pause(const std::string& job) {
   TANDEM_ASSIGN_OR_RETURN(const StoredJob before, GetLocked(job));
   switch (before.status.state()) {
     case v1::JOB_STATE_RUNNING:
-      if (before.request == JobRequest::kCancel) return Refuse(before, "paused: it is being cancelled");
+      if (before.request == JobRequest::kCancel) return Refuse(before, " and cannot be paused: it is being cancelled");
       return AskLocked(job, JobRequest::kPause);
     case v1::JOB_STATE_QUEUED:
       return TransitionLocked(job, v1::JOB_STATE_PAUSED, "");
     case v1::JOB_STATE_PAUSED:
       return absl::OkStatus();
     default:
-      return Refuse(before, "paused");
+      return Refuse(before, " and cannot be paused");
   }
 }
 
@@ -634,7 +624,7 @@ absl::Status JobStore::Resume(const std::string& job) {
   TANDEM_ASSIGN_OR_RETURN(const StoredJob before, GetLocked(job));
   switch (before.status.state()) {
     case v1::JOB_STATE_RUNNING:
-      if (before.request == JobRequest::kCancel) return Refuse(before, "resumed: it is being cancelled");
+      if (before.request == JobRequest::kCancel) return Refuse(before, " and cannot be resumed: it is being cancelled");
       return AskLocked(job, JobRequest::kNone);
     case v1::JOB_STATE_QUEUED:
       return absl::OkStatus();
@@ -642,16 +632,16 @@ absl::Status JobStore::Resume(const std::string& job) {
       TANDEM_RETURN_IF_ERROR(CheckRoom(before.status.submitter()));
       TANDEM_ASSIGN_OR_RETURN(const std::vector<Prerequisite> prerequisites, ReadPrerequisites(database_, job));
       for (const Prerequisite& prerequisite : prerequisites) {
-        if (NeverSucceeds(prerequisite.state))
-          return Refuse(before, absl::StrCat("resumed: it comes after job ", prerequisite.job, ", which is ",
-                                             StateName(prerequisite.state)));
+        if (EndedWithoutSuccess(prerequisite.state))
+          return Refuse(before, absl::StrCat(" and cannot be resumed: it comes after job ", prerequisite.job, ", which is ",
+                                             StateWord(prerequisite.state)));
       }
       return TransitionLocked(job, v1::JOB_STATE_QUEUED, "");
     }
     case v1::JOB_STATE_PAUSED:
       return TransitionLocked(job, v1::JOB_STATE_QUEUED, "");
     default:
-      return Refuse(before, "resumed");
+      return Refuse(before, " and cannot be resumed");
   }
 }
 
@@ -662,7 +652,8 @@ absl::Status JobStore::SetPriority(const std::string& job, std::int32_t priority
   MutexLock lock(&mutex_);
   TANDEM_ASSIGN_OR_RETURN(const StoredJob before, GetLocked(job));
   const v1::JobState state = before.status.state();
-  if (state != v1::JOB_STATE_QUEUED && state != v1::JOB_STATE_PAUSED) return Refuse(before, "given another priority");
+  if (state != v1::JOB_STATE_QUEUED && state != v1::JOB_STATE_PAUSED)
+    return Refuse(before, " and cannot be given another priority");
   TANDEM_RETURN_IF_ERROR(Statement(database_, "UPDATE jobs SET priority = ? WHERE job = ?").Bind(priority).Bind(job).Run());
   return Refresh({&job, 1});
 }

@@ -47,8 +47,6 @@ struct QueueDepth {
 
 // The jobs that `spec` comes after, each once: those of `after` and adapter.start_job.
 std::vector<std::string> PrerequisitesOf(const v1::JobSpec& spec);
-// "running"
-std::string StateWord(v1::JobState state);
 
 class JobStore {
  public:

@@ -11,6 +11,7 @@
 #include "common/base/units.h"
 #include "common/gpu/device.h"
 #include "common/rpc/channel.h"
+#include "common/rpc/job_state.h"
 #include "google/protobuf/text_format.h"
 #include "trainer_server/checkpoint/checkpoint_store.h"
 #include "trainer_server/job/adapter_files.h"
@@ -22,10 +23,6 @@ namespace {
 constexpr std::size_t kPieceBytes = kMiB;
 constexpr std::uint32_t kMaxPageSize = 100;
 constexpr std::size_t kMaxListedStates = 6;  // each once
-
-bool HasEnded(v1::JobState state) {
-  return state == v1::JOB_STATE_SUCCEEDED || state == v1::JOB_STATE_FAILED || state == v1::JOB_STATE_CANCELLED;
-}
 
 bool IsSame(const v1::JobStatus& a, const v1::JobStatus& b) { return a.SerializeAsString() == b.SerializeAsString(); }
 

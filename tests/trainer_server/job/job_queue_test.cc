@@ -216,7 +216,7 @@ TEST_F(JobQueueTest, JobThatFailsTakesWithItWhatComesAfterAndNothingElse) {
   // In order they can be taken up again, and not before.
   const absl::Status refused = store_->Resume(b);
   EXPECT_TRUE(absl::IsFailedPrecondition(refused));
-  EXPECT_THAT(std::string(refused.message()), HasSubstr(absl::StrCat("it comes after job ", a, ", which is JOB_STATE_FAILED")));
+  EXPECT_THAT(std::string(refused.message()), HasSubstr(absl::StrCat("it comes after job ", a, ", which is failed")));
   for (const std::string& job : {a, b, c}) EXPECT_EQ(store_->Resume(job), absl::OkStatus());
   EXPECT_EQ(Status(c).waiting_for(), absl::StrCat("job ", b, " (queued)"));
   Run(a, v1::JOB_STATE_SUCCEEDED);
@@ -254,7 +254,7 @@ TEST_F(JobQueueTest, JobBehindOneThatNeverSucceedsOrIsUnknownIsRefusedAndLeavesN
   ASSERT_TRUE(store_->Cancel(a).ok());
   const absl::Status refused = store_->Add(Spec("b", 0, {a}), "text", "ada").status();
   EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
-  EXPECT_THAT(std::string(refused.message()), HasSubstr(absl::StrCat("job ", a, " is JOB_STATE_CANCELLED")));
+  EXPECT_THAT(std::string(refused.message()), HasSubstr(absl::StrCat("job ", a, " is cancelled: no job can come after it")));
   EXPECT_TRUE(absl::IsNotFound(store_->Add(Spec("b", 0, {"nobody-1"}), "text", "ada").status()));
   EXPECT_EQ(store_->List(10, std::nullopt, {})->size(), 1u);
 }
