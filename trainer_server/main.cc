@@ -30,8 +30,10 @@
 ABSL_FLAG(std::string, checkpoint_bytes, "0",
           "checkpoints of all jobs together kept under --data_dir ('100GiB'); 0: what the disk has");
 ABSL_FLAG(int, content_limit_gib, 64, "data sets and adapters kept under --data_dir, in GiB");
-ABSL_FLAG(std::string, http_address, "127.0.0.1:7072",
-          "where the live page is served, over https with --tls_cert; port 0 picks one, 'off': not served");
+ABSL_FLAG(
+    std::string, http_address, "auto",
+    "where the live page is served, over https with --tls_cert; port 0 picks one; 'off': not served; auto: 127.0.0.1:7072, and "
+    "off where --listen is a socket without TLS");
 ABSL_FLAG(int, max_queued_jobs, 20000, "jobs that are queued or paused; further ones are refused");
 ABSL_FLAG(int, max_queued_jobs_of_submitter, 10000, "of them, those of one submitter");
 ABSL_FLAG(int, peer_patience_minutes, 60, "how long a job waits for rollout_server before it is paused");
@@ -89,7 +91,10 @@ JobStore::Limits QueueLimits() {
 
 // Of the live page; empty: not served.
 std::string HttpAddressFlag(const DaemonConfig& config) {
-  const std::string address = absl::GetFlag(FLAGS_http_address);
+  std::string address = absl::GetFlag(FLAGS_http_address);
+  // Who keeps other users of the node away by a socket means the page too.
+  if (address == "auto")
+    address = config.listen.rfind("unix:", 0) == 0 && config.access.tls_cert.empty() ? "off" : "127.0.0.1:7072";
   if (address == "off") return "";
   if (const absl::Status status = LivePage::CheckAddress(address, config.access); !status.ok())
     BadFlag(std::string(status.message()));

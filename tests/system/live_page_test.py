@@ -481,6 +481,20 @@ class AddressTest(unittest.TestCase):
                 self.assertIn("--http_address", done.stderr)
                 self.assertIn(part, done.stderr)
 
+    def test_a_socket_for_listen_means_no_page(self):
+        with tempfile.TemporaryDirectory() as folder:
+            process = subprocess.Popen([BIN / "trainer_server", "--random_weights=smollm2-135m", "--device=cpu", f"--run_dir={folder}/run",
+                                        f"--data_dir={folder}/data", "--metrics=off", f"--listen=unix:{folder}/listen"],
+                                       stderr=subprocess.PIPE, text=True)
+            said = ""
+            for line in process.stderr:
+                said += line
+                if "listening" in line:
+                    process.terminate()
+            self.assertEqual(process.wait(60), 0, said)
+            self.assertIn("listening", said)
+            self.assertNotIn("live page", said)
+
     def test_a_port_in_use_is_named(self):
         with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
