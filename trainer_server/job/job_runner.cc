@@ -47,15 +47,18 @@ void JobRunner::Stop() {
 
 void JobRunner::Notify() {
   ExportQueue();
+  {
+    MutexLock lock(&request_mutex_);
+    JobRequest request = JobRequest::kNone;
+    if (const std::string running = running_job(); !running.empty()) {
+      const auto job = store_->Get(running);
+      if (job.ok()) request = job->request;
+    }
+    environment_.peer->SetImpatient(request != JobRequest::kNone);
+    environment_.peer->SetCancelled(request == JobRequest::kCancel);
+  }
   MutexLock lock(&mutex_);
   is_notified_ = true;
-  JobRequest request = JobRequest::kNone;
-  if (!running_job_.empty()) {
-    const auto job = store_->Get(running_job_);
-    if (job.ok()) request = job->request;
-  }
-  environment_.peer->SetImpatient(request != JobRequest::kNone);
-  environment_.peer->SetCancelled(request == JobRequest::kCancel);
   ++change_;
   changed_.SignalAll();
 }

@@ -85,6 +85,7 @@ class JobRunner {
   bool is_reactivation_due_ ABSL_GUARDED_BY(mutex_) = false;
   std::uint64_t change_ ABSL_GUARDED_BY(mutex_) = 1;
   std::string running_job_ ABSL_GUARDED_BY(mutex_);
+  Mutex request_mutex_;  // before mutex_: a request is read and handed on before the next one is. A holder waits for the disk.
   std::string phase_ ABSL_GUARDED_BY(mutex_) = "idle";
   absl::Status background_error_ ABSL_GUARDED_BY(mutex_);
 };
