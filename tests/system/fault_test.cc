@@ -133,7 +133,17 @@ class SmallDisk {
   const std::string path_;
 };
 
-TEST_F(FaultTest, ADiskThatFillsFailsTheJobByNameAndItGoesOnWhenThereIsRoom) {
+class DiskFaultTest : public FaultTest {
+ protected:
+  // So that the trainer finds the disk as it then is, not one that fills.
+  void FillWhileStopped(SmallDisk* disk, std::uint64_t free_bytes) {
+    pair_->Signal(Half::kTrainer, SIGSTOP);
+    disk->FillUpTo(free_bytes);
+    pair_->Signal(Half::kTrainer, SIGCONT);
+  }
+};
+
+TEST_F(DiskFaultTest, ADiskThatFillsFailsTheJobByNameAndItGoesOnWhenThereIsRoom) {
   MakePair("disk");
   const auto disk = SmallDisk::Mount(pair_->data_dir(Half::kTrainer), 256 * kMiB);
   if (!disk.ok()) GTEST_SKIP() << disk.status();
@@ -144,7 +154,7 @@ TEST_F(FaultTest, ADiskThatFillsFailsTheJobByNameAndItGoesOnWhenThereIsRoom) {
     SCOPED_TRACE(absl::StrCat(free_bytes, " bytes left"));
     const std::string job = Submit();
     WaitForStep(job, 20);
-    (*disk)->FillUpTo(free_bytes);
+    FillWhileStopped(disk->get(), free_bytes);
     const auto end = pair_->WaitForEnd(job, kSoon);
     ASSERT_TRUE(end.ok()) << end.status() << pair_->log(Half::kTrainer);
     EXPECT_EQ(end->state(), v1::JOB_STATE_FAILED);
@@ -159,6 +169,32 @@ TEST_F(FaultTest, ADiskThatFillsFailsTheJobByNameAndItGoesOnWhenThereIsRoom) {
     ExpectSucceeds(job);
     EXPECT_EQ(pair_->Trajectory(job), undisturbed);
   }
+  for (const Half half : kBoth) pair_->Kill(half);  // before their disk goes
+}
+
+// The job store's own file must grow for the end of the job: its log is that of a fresh store.
+TEST_F(DiskFaultTest, ADiskThatFillsBeforeTheJobStoreHasItsSizeIsWaitedFor) {
+  MakePair("store_disk");
+  const auto disk = SmallDisk::Mount(pair_->data_dir(Half::kTrainer), 256 * kMiB);
+  if (!disk.ok()) GTEST_SKIP() << disk.status();
+  StartPair();
+  const std::string job = Submit();
+  WaitForStep(job, 5);
+  FillWhileStopped(disk->get(), 0);
+  const auto waits = [&] {
+    const auto status = pair_->GetJob(job);
+    return status.ok() && status->state() == v1::JOB_STATE_RUNNING && status->waiting_for() == "room for the job store";
+  };
+  EXPECT_TRUE(WaitUntil(kSoon, waits)) << pair_->GetJob(job)->ShortDebugString() << pair_->log(Half::kTrainer);
+  absl::SleepFor(absl::Seconds(2));
+  EXPECT_TRUE(waits());
+  const std::string log = pair_->log(Half::kTrainer), told = "no job runs because=job store";
+  EXPECT_THAT(log, HasSubstr(told));
+  EXPECT_EQ(log.find(told), log.rfind(told)) << log;
+  EXPECT_THAT(log, HasSubstr("make room"));
+  (*disk)->MakeRoom();
+  ExpectSucceeds(job);
+  EXPECT_EQ(pair_->Trajectory(job), RunUndisturbed());
   for (const Half half : kBoth) pair_->Kill(half);  // before their disk goes
 }
 

@@ -88,8 +88,17 @@ absl::StatusOr<v1::JobStatus> JobRunner::StatusOf(const std::string& job) const 
 
 v1::JobStatus JobRunner::StatusOf(const StoredJob& job) const {
   v1::JobStatus status = job.status;
-  if (running_job() != status.job()) return status;
-  status.set_waiting_for(environment_.peer->waiting_for());
+  std::string running, held_by;
+  {
+    MutexLock lock(&mutex_);
+    running = running_job_;
+    held_by = held_by_;
+  }
+  const std::string peer = environment_.peer->waiting_for();
+  const bool is_next = status.state() == v1::JOB_STATE_RUNNING || status.queue_position() == 1;
+  if (running.empty() && is_next && !held_by.empty()) status.set_waiting_for(peer.empty() ? held_by : peer);
+  if (running != status.job()) return status;
+  status.set_waiting_for(peer);
   if (job.request == JobRequest::kCancel) status.set_waiting_for("its cancellation");
   if (status.waiting_for().empty() && job.request == JobRequest::kPause)
     status.set_waiting_for("the end of its step, to be paused");
@@ -117,6 +126,7 @@ void JobRunner::Changed(const std::string& running_job, const std::string& phase
   {
     MutexLock lock(&mutex_);
     running_job_ = running_job;
+    if (!running_job.empty()) held_by_.clear();
     phase_ = phase;
     ++change_;
     changed_.SignalAll();
@@ -166,34 +176,58 @@ void JobRunner::Run() {
     }
     if (is_reactivation_due && resident_ != nullptr) {
       if (const absl::Status status = resident_->Reactivate(); !status.ok()) {
-        TANDEM_LOG(kWarning, "job", "adapter of job=", resident_->job(), " not served because=", std::string(status.message()));
+        reactivations_.Warn(absl::StrCat("adapter of job=", resident_->job(), " not served because=", status.message()));
         MutexLock lock(&mutex_);
         is_reactivation_due_ = true;
+      } else {
+        reactivations_.Forget();
       }
     }
     ForgetEndedJobs();
-    if (const absl::Status status = RunNext(); !status.ok()) {
+    if (const absl::Status given_back = GiveBackElastic(); !given_back.ok()) {
+      Hold(given_back);
+      continue;
+    }
+    const absl::Status status = RunNext();
+    if (absl::IsResourceExhausted(status)) {
+      SetHeldBy("room for the job store");
+      Hold(status);
+      continue;
+    }
+    if (!status.ok()) {
       TANDEM_LOG(kError, "job", "job store because=", std::string(status.message()));
       MutexLock lock(&mutex_);
       background_error_ = status;
       return;
     }
+    holds_.Forget();
+    SetHeldBy("");
     MutexLock lock(&mutex_);
     if (!is_stopping_ && !is_notified_) changed_.WaitFor(&mutex_, options_.idle_poll);
   }
 }
 
+void JobRunner::Hold(const absl::Status& why) {
+  holds_.Warn(absl::StrCat("no job runs because=", why.message()));
+  environment_.peer->Pause(options_.idle_poll).IgnoreError();  // cut short by Stop alone
+}
+
+void JobRunner::SetHeldBy(const std::string& what) {
+  MutexLock lock(&mutex_);
+  if (what == held_by_) return;
+  held_by_ = what;
+  ++change_;
+  changed_.SignalAll();
+}
+
 // A step that is broken off does not wait for a rollout server that does not answer, so it may have left this to be done.
 absl::Status JobRunner::GiveBackElastic() {
   if (!environment_.member->holds_elastic()) return absl::OkStatus();
+  SetHeldBy("the elastic region to be given back");
   return ElasticPhase(environment_.peer, {.member = environment_.member, .enter_arena = nullptr}).Leave();
 }
 
 absl::Status JobRunner::RunNext() {
-  if (const absl::Status given_back = GiveBackElastic(); !given_back.ok()) {
-    TANDEM_LOG(kWarning, "job", "no job starts because=", std::string(given_back.message()));
-    return absl::OkStatus();
-  }
   TANDEM_ASSIGN_OR_RETURN(const std::optional<StoredJob> job, store_->Next());
   if (!job.has_value()) return absl::OkStatus();
   const std::string& name = job->status.job();

@@ -13,6 +13,7 @@
 
 #include "common/base/clock.h"
 #include "common/base/mutex.h"
+#include "common/base/repeated_log.h"
 #include "trainer_server/job/job_store.h"
 #include "trainer_server/job/training_loop.h"
 
@@ -40,7 +41,7 @@ class JobRunner {
   // Rises with every step, evaluation and state; blocks until it is above `seen` or `timeout` passed.
   std::uint64_t WaitForChange(std::uint64_t seen, absl::Duration timeout);
 
-  // The store's status with what is waited for.
+  // The store's status with what is waited for; where no job runs, the next one says why.
   absl::StatusOr<v1::JobStatus> StatusOf(const std::string& job) const;
   v1::JobStatus StatusOf(const StoredJob& job) const;
   std::string running_job() const;
@@ -53,7 +54,12 @@ class JobRunner {
 
  private:
   void Run();
+  // Errors: RESOURCE_EXHAUSTED (the job store cannot be written for now), those of the store.
   absl::Status RunNext();
+  // No job runs for now because of `why`; waits until it is worth while to try again.
+  void Hold(const absl::Status& why);
+  // What no job runs for, by what StatusOf says of the next; empty: nothing.
+  void SetHeldBy(const std::string& what);
   absl::Status GiveBackElastic();
   void RunJob(const StoredJob& job);
   // Until the job ends, or pauses, or the runner stops. OK: all steps done.
@@ -75,6 +81,7 @@ class JobRunner {
   const Options options_;
   std::unique_ptr<TrainingLoop> resident_;  // of the last job: its adapter may still be asked for. Runner thread only.
   std::deque<std::pair<std::string, MonotonicTime>> ended_jobs_;  // whose metrics are still served. Runner thread only.
+  RepeatedLog holds_{"job"}, reactivations_{"job"};               // Runner thread only.
   MonotonicTime charged_;  // up to when the running job has been charged for the device. Runner thread only.
   std::thread thread_;
 
@@ -87,6 +94,7 @@ class JobRunner {
   std::string running_job_ ABSL_GUARDED_BY(mutex_);
   Mutex request_mutex_;  // before mutex_: a request is read and handed on before the next one is. A holder waits for the disk.
   std::string phase_ ABSL_GUARDED_BY(mutex_) = "idle";
+  std::string held_by_ ABSL_GUARDED_BY(mutex_);
   absl::Status background_error_ ABSL_GUARDED_BY(mutex_);
 };
 

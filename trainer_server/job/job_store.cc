@@ -3,6 +3,7 @@
 #include <sqlite3.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <initializer_list>
 #include <iterator>
 #include <limits>
@@ -67,7 +68,10 @@ constexpr char kDamagedAdvice[] =
 absl::Status SqlError(sqlite3* database, const std::string& what) {
   const char* const path = sqlite3_db_filename(database, "main");
   const std::string fault = absl::StrCat("job store ", path == nullptr ? "" : path, ": ", what, ": ", sqlite3_errmsg(database));
-  switch (sqlite3_errcode(database) & 0xff) {
+  const int system_error = sqlite3_system_errno(database);
+  int code = sqlite3_errcode(database) & 0xff;
+  if (code == SQLITE_IOERR && (system_error == ENOSPC || system_error == EDQUOT)) code = SQLITE_FULL;
+  switch (code) {
     case SQLITE_FULL:
       return absl::ResourceExhaustedError(fault + ": make room");
     case SQLITE_CORRUPT:

@@ -5,6 +5,7 @@
 #include "common/base/check.h"
 #include "common/base/clock.h"
 #include "common/base/log.h"
+#include "common/base/repeated_log.h"
 #include "common/rpc/channel.h"
 #include "kernels/checksum/checksum.h"
 
@@ -73,6 +74,7 @@ absl::Status AdapterPublisher::Publish(std::uint64_t version, std::span<const st
 
 absl::Status AdapterPublisher::PublishWhenServing(std::uint64_t version, std::span<const std::byte> adapter) {
   const MonotonicTime limit = MonotonicTime::Now() + peer_->patience();
+  RepeatedLog refusals("publish");
   while (true) {
     const absl::Status status = Publish(version, adapter);
     if (status.ok() || peer_->is_interrupted() || MonotonicTime::Now() > limit) return status;
@@ -80,8 +82,7 @@ absl::Status AdapterPublisher::PublishWhenServing(std::uint64_t version, std::sp
         !absl::IsAborted(status)) {
       return status;
     }
-    TANDEM_LOG(kWarning, "publish", "not published job=", options_.job, " version=", version,
-               " because=", std::string(status.message()));
+    refusals.Warn(absl::StrCat("not published job=", options_.job, " version=", version, " because=", status.message()));
     TANDEM_RETURN_IF_ERROR(peer_->Pause(absl::Milliseconds(50)));
     TANDEM_RETURN_IF_ERROR(peer_->WaitUntilServing());
   }

@@ -1,12 +1,13 @@
 #include "trainer_server/step/elastic_phase.h"
 
 #include "common/base/clock.h"
-#include "common/base/log.h"
+#include "common/base/repeated_log.h"
 
 namespace tandem {
 
 absl::Status ElasticPhase::Enter() {
   const MonotonicTime limit = MonotonicTime::Now() + peer_->patience();
+  RepeatedLog refusals("step");
   while (!options_.member->holds_elastic()) {
     const auto lease = options_.member->AcquireElastic(v1::STREAM_MODE_PAUSE, MonotonicTime::Now() + options_.call_deadline);
     if (lease.ok()) break;
@@ -16,7 +17,7 @@ absl::Status ElasticPhase::Enter() {
       return Annotate(status, "acquiring the elastic region");
     }
     if (MonotonicTime::Now() > limit) return Annotate(status, "acquiring the elastic region");
-    TANDEM_LOG(kWarning, "step", "elastic region not acquired because=", std::string(status.message()));
+    refusals.Warn(absl::StrCat("elastic region not acquired because=", status.message()));
     TANDEM_RETURN_IF_ERROR(peer_->Pause(absl::Milliseconds(50)));
     TANDEM_RETURN_IF_ERROR(peer_->WaitUntilServing());
   }
@@ -32,11 +33,12 @@ absl::Status ElasticPhase::Leave() {
   if (arena_ != nullptr) peak_bytes_ = arena_->peak_bytes();
   arena_.reset();
   const MonotonicTime limit = MonotonicTime::Now() + peer_->patience();
+  RepeatedLog refusals("step");
   while (options_.member->holds_elastic()) {
     const absl::Status status = options_.member->ReleaseElastic(MonotonicTime::Now() + options_.call_deadline);
     if (status.ok()) break;
     if (MonotonicTime::Now() > limit) return Annotate(status, "giving the elastic region back");
-    TANDEM_LOG(kWarning, "step", "elastic region not given back because=", std::string(status.message()));
+    refusals.Warn(absl::StrCat("elastic region not given back because=", status.message()));
     TANDEM_RETURN_IF_ERROR(peer_->Pause(absl::Milliseconds(50)));
     TANDEM_RETURN_IF_ERROR(peer_->WaitUntilServing());
   }

@@ -6,9 +6,11 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sqlite3.h>
 
 #include <future>
 #include <set>
+#include <thread>
 
 #include "absl/strings/escaping.h"
 #include "google/protobuf/text_format.h"
@@ -689,6 +691,68 @@ TEST_F(JobRunnerTest, RegionThatACancelledJobCouldNotGiveBackIsGivenBackAfterIt)
   EXPECT_FALSE(pool_.holds_elastic());
   trainer->WaitForState(*trainer->Submit(JobText(2)), v1::JOB_STATE_SUCCEEDED);
   pool_.at = nullptr;
+}
+
+// The rollout server is away then, and refuses once more when it is back: no job runs, and the next one says why.
+TEST_F(JobRunnerTest, FirstOfTheQueueSaysThatTheRegionIsToBeGivenBack) {
+  auto trainer = NewTrainer(FreshDirectory("lease_waits"));
+  Happening happening;
+  happening.Set("release", 1, false, [&] {
+    pool_.num_release_failures = 3;
+    trainer->is_attached_ = false;
+    EXPECT_EQ(trainer->store_->Cancel(trainer->runner_->running_job()), absl::OkStatus());
+    trainer->runner_->Notify();
+  });
+  pool_.at = [&](const char* moment) { happening.At(moment); };
+  trainer->Start();
+  const std::string job = *trainer->Submit(JobText(100000)), first = *trainer->Submit(JobText(2)),
+                    second = *trainer->Submit(JobText(2));
+  trainer->WaitForState(job, v1::JOB_STATE_CANCELLED);
+  trainer->WaitFor(first, [&](const v1::JobStatus& status) {
+    return status.state() == v1::JOB_STATE_QUEUED && status.waiting_for() == "rollout_server at " + rollout_.address();
+  });
+  EXPECT_EQ(trainer->Status(second).waiting_for(), "1 job before it");
+  trainer->is_attached_ = true;
+  trainer->WaitForState(second, v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(trainer->Status(first).waiting_for(), "");
+  pool_.at = nullptr;
+}
+
+// As where another thread's write waits for the disk.
+TEST_F(JobRunnerTest, NotifyThatWaitsForTheStoreHoldsNobodyElseUp) {
+  const std::string directory = FreshDirectory("slow_store");
+  auto trainer = NewTrainer(directory);
+  trainer->is_attached_ = false;
+  rollout_.Set({.dying_units = 1, .forgotten_units = 0, .busy_units = 0, .stalled_activations = 0, .corrupt = {}});
+  trainer->Start();
+  const std::string job = *trainer->Submit(JobText(9));
+  trainer->WaitFor(job, [](const v1::JobStatus& status) { return !status.waiting_for().empty(); });
+  sqlite3* database = nullptr;
+  ASSERT_EQ(sqlite3_open((directory + "/jobs.sqlite").c_str(), &database), SQLITE_OK);
+  std::atomic<bool> is_over = false;
+  std::thread writer([&] {
+    while (!is_over) EXPECT_EQ(trainer->store_->SetStep(job, 0), absl::OkStatus());
+  });
+  std::thread notifier([&] {
+    while (!is_over) trainer->runner_->Notify();
+  });
+  absl::Duration waited;
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(sqlite3_exec(database, "BEGIN IMMEDIATE", nullptr, nullptr, nullptr), SQLITE_OK);
+    const MonotonicTime begin = MonotonicTime::Now();
+    while (MonotonicTime::Now() - begin < absl::Milliseconds(500)) {
+      const MonotonicTime asked = MonotonicTime::Now();
+      EXPECT_EQ(trainer->runner_->running_job(), job);
+      waited += MonotonicTime::Now() - asked;
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+    EXPECT_EQ(sqlite3_exec(database, "COMMIT", nullptr, nullptr, nullptr), SQLITE_OK);
+  }
+  is_over = true;
+  writer.join();
+  notifier.join();
+  sqlite3_close(database);
+  EXPECT_LT(waited, absl::Milliseconds(400)) << "of 2 s";
 }
 
 TEST_F(JobRunnerTest, CancellationThatADeathCutShortIsDoneByTheNextLife) {
