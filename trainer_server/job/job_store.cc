@@ -431,7 +431,7 @@ absl::Status JobStore::OrderLocked() const {
   if (is_order_known_) return absl::OkStatus();
   Statement select(database_,
                    "SELECT AVG(device_seconds) FROM "
-                   "(SELECT device_seconds FROM jobs WHERE state = ? AND device_seconds > 0 ORDER BY ordinal DESC LIMIT ?)");
+                   "(SELECT device_seconds FROM jobs WHERE state = ? ORDER BY ordinal DESC LIMIT ?) WHERE device_seconds > 0");
   TANDEM_RETURN_IF_ERROR(select.Bind(v1::JOB_STATE_SUCCEEDED).Bind(kRecentJobs).Run());
   const double expected = select.Real(0) > 0 ? select.Real(0) : kExpectedJobSeconds;
   std::vector<QueuedJob> ready;

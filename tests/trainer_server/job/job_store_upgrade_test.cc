@@ -6,6 +6,7 @@
 #include <fstream>
 #include <iterator>
 
+#include "common/base/clock.h"
 #include "tests/trainer_server/support/fake_model.h"
 #include "trainer_server/job/job_store.h"
 
@@ -160,6 +161,28 @@ TEST(JobStoreUpgradeTest, TruncatedFileIsRefusedByName) {
   const absl::Status refused = JobStore::Open(path).status();
   EXPECT_FALSE(refused.ok());
   EXPECT_THAT(std::string(refused.message()), HasSubstr(path));
+}
+
+// Device time was not counted then.
+TEST(JobStoreUpgradeTest, ManyJobsOfAnOlderBuildDoNotSlowTheQueue) {
+  const std::string path = FreshDirectory("job_store_many") + "/jobs.sqlite";
+  ASSERT_TRUE(JobStore::Open(path).ok());
+  Database(path).Run(R"(
+    WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 100000)
+    INSERT INTO jobs (job, name, state, num_steps, submitted_at, job_text) SELECT 'a-' || i, 'a', 4, 7, '', '' FROM n;)");
+  const auto store = *JobStore::Open(path);
+  v1::JobSpec spec;
+  spec.set_name("b");
+  spec.set_num_steps(1);
+  const std::string job = *store->Add(spec, "", "ada");
+  absl::Duration ordered;
+  for (int i = 0; i < 50; ++i) {
+    ASSERT_TRUE(store->SetPriority(job, i).ok());
+    const MonotonicTime begin = MonotonicTime::Now();
+    EXPECT_EQ((*store->Next())->status.job(), job);
+    ordered += MonotonicTime::Now() - begin;
+  }
+  EXPECT_LT(ordered, absl::Milliseconds(500));
 }
 
 }  // namespace
