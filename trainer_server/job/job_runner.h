@@ -85,6 +85,7 @@ class JobRunner {
   MonotonicTime charged_;  // up to when the running job has been charged for the device. Runner thread only.
   std::thread thread_;
 
+  Mutex request_mutex_;  // before mutex_: a request is read and handed on before the next one is. A holder waits for the disk.
   mutable Mutex mutex_;
   mutable CondVar changed_;
   bool is_stopping_ ABSL_GUARDED_BY(mutex_) = false;
@@ -92,7 +93,6 @@ class JobRunner {
   bool is_reactivation_due_ ABSL_GUARDED_BY(mutex_) = false;
   std::uint64_t change_ ABSL_GUARDED_BY(mutex_) = 1;
   std::string running_job_ ABSL_GUARDED_BY(mutex_);
-  Mutex request_mutex_;  // before mutex_: a request is read and handed on before the next one is. A holder waits for the disk.
   std::string phase_ ABSL_GUARDED_BY(mutex_) = "idle";
   std::string held_by_ ABSL_GUARDED_BY(mutex_);
   absl::Status background_error_ ABSL_GUARDED_BY(mutex_);

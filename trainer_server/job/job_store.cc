@@ -15,8 +15,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "common/model/utf8.h"
-
 #include "common/rpc/job_state.h"
+
 namespace tandem {
 namespace {
 

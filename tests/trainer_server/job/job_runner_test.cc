@@ -1140,6 +1140,23 @@ TEST_F(JobRunnerTest, AdapterOfAFinishedJobIsMadeKnownToARolloutServerThatCameBa
   EXPECT_EQ(rollout_.checksum(job), checksum);
 }
 
+TEST_F(JobRunnerTest, JobThatEndsBeforeItPublishesLeavesNothingToMakeKnown) {
+  Happening happening;
+  auto trainer = NewTrainer(FreshDirectory("unpublished"));
+  trainer->metrics_->at = [&](const char* moment) { happening.At(moment); };
+  trainer->Start();
+  for (const auto change : {&JobStore::Cancel, &JobStore::Pause}) {
+    happening.Set("checkpoint", 0, false,
+                  [&] { EXPECT_EQ((trainer->store_.get()->*change)(trainer->runner_->running_job()), absl::OkStatus()); });
+    const std::string job = *trainer->Submit(JobText(2));
+    trainer->WaitForState(job, change == &JobStore::Cancel ? v1::JOB_STATE_CANCELLED : v1::JOB_STATE_PAUSED);
+    EXPECT_EQ(trainer->Status(job).step(), 0u);
+    EXPECT_EQ(rollout_.version(job), 0u);
+    trainer->runner_->OnPeerAttached();
+    trainer->WaitForState(*trainer->Submit(JobText(2)), v1::JOB_STATE_SUCCEEDED);
+  }
+}
+
 TEST_F(JobRunnerTest, BadUploadsAndJobsAreRefusedAndTheServiceGoesOn) {
   auto trainer = NewTrainer(FreshDirectory("refusals"));
   trainer->Start();
@@ -1204,23 +1221,6 @@ TEST_F(JobRunnerTest, NamesThatLeaveTheDataFolderNameNothing) {
     v1::WatchRequest watch;
     v1::CompletionsRequest completions;
     v1::ExportRequest export_request;
-TEST_F(JobRunnerTest, JobThatEndsBeforeItPublishesLeavesNothingToMakeKnown) {
-  Happening happening;
-  auto trainer = NewTrainer(FreshDirectory("unpublished"));
-  trainer->metrics_->at = [&](const char* moment) { happening.At(moment); };
-  trainer->Start();
-  for (const auto change : {&JobStore::Cancel, &JobStore::Pause}) {
-    happening.Set("checkpoint", 0, false,
-                  [&] { EXPECT_EQ((trainer->store_.get()->*change)(trainer->runner_->running_job()), absl::OkStatus()); });
-    const std::string job = *trainer->Submit(JobText(2));
-    trainer->WaitForState(job, change == &JobStore::Cancel ? v1::JOB_STATE_CANCELLED : v1::JOB_STATE_PAUSED);
-    EXPECT_EQ(trainer->Status(job).step(), 0u);
-    EXPECT_EQ(rollout_.version(job), 0u);
-    trainer->runner_->OnPeerAttached();
-    trainer->WaitForState(*trainer->Submit(JobText(2)), v1::JOB_STATE_SUCCEEDED);
-  }
-}
-
     v1::CancelRequest cancel;
     get.set_job(name), watch.set_job(name), completions.set_job(name), export_request.set_job(name), cancel.set_job(name);
     watch.set_until_now(true);
