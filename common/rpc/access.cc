@@ -121,24 +121,7 @@ absl::Status TlsFault(const std::string& flag, const std::string& path, const ch
 absl::Status CheckTlsFiles(const AccessOptions& options) {
   const std::unique_ptr<SSL_CTX, decltype(&SSL_CTX_free)> context(SSL_CTX_new(TLS_server_method()), &SSL_CTX_free);
   if (context == nullptr) return absl::InternalError("OpenSSL gives no TLS context");
-  SSL_CTX_set_default_passwd_cb(context.get(), [](char*, int, int, void*) { return 0; });  // never asks at the terminal
-  ERR_clear_error();
-  if (SSL_CTX_use_certificate_chain_file(context.get(), options.tls_cert.c_str()) != 1)
-    return TlsFault("tls_cert", options.tls_cert, "no PEM certificate chain");
-  TANDEM_RETURN_IF_ERROR(PrivateFile("tls_key", options.tls_key));
-  if (SSL_CTX_use_PrivateKey_file(context.get(), options.tls_key.c_str(), SSL_FILETYPE_PEM) != 1)
-    return TlsFault("tls_key", options.tls_key, "no PEM key without a passphrase that fits the certificate");
-  if (X509_cmp_current_time(X509_get0_notAfter(SSL_CTX_get0_certificate(context.get()))) < 0)
-    return absl::InvalidArgumentError(absl::StrCat("--tls_cert=", options.tls_cert, ": the certificate has expired"));
-  if (!options.tls_client_ca.empty() && SSL_CTX_load_verify_file(context.get(), options.tls_client_ca.c_str()) != 1)
-    return TlsFault("tls_client_ca", options.tls_client_ca, "no PEM certificates");
-  return absl::OkStatus();
-}
-
-bool IsName(absl::string_view name) {
-  return !name.empty() && name.size() <= 64 && std::all_of(name.begin(), name.end(), [](char c) {
-    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == '@' || c == '-';
-  });
+  return LoadTlsFiles(options, context.get());
 }
 
 std::string FirstProperty(const grpc::AuthContext* context, const char* property) {
@@ -248,6 +231,21 @@ const RpcAccess* FindRpcAccess(std::string_view method) {
   return found == kRpcAccess.end() ? nullptr : &*found;
 }
 
+absl::Status LoadTlsFiles(const AccessOptions& options, ssl_ctx_st* context) {
+  SSL_CTX_set_default_passwd_cb(context, [](char*, int, int, void*) { return 0; });  // never asks at the terminal
+  ERR_clear_error();
+  if (SSL_CTX_use_certificate_chain_file(context, options.tls_cert.c_str()) != 1)
+    return TlsFault("tls_cert", options.tls_cert, "no PEM certificate chain");
+  TANDEM_RETURN_IF_ERROR(PrivateFile("tls_key", options.tls_key));
+  if (SSL_CTX_use_PrivateKey_file(context, options.tls_key.c_str(), SSL_FILETYPE_PEM) != 1)
+    return TlsFault("tls_key", options.tls_key, "no PEM key without a passphrase that fits the certificate");
+  if (X509_cmp_current_time(X509_get0_notAfter(SSL_CTX_get0_certificate(context))) < 0)
+    return absl::InvalidArgumentError(absl::StrCat("--tls_cert=", options.tls_cert, ": the certificate has expired"));
+  if (!options.tls_client_ca.empty() && SSL_CTX_load_verify_file(context, options.tls_client_ca.c_str()) != 1)
+    return TlsFault("tls_client_ca", options.tls_client_ca, "no PEM certificates");
+  return absl::OkStatus();
+}
+
 absl::Status CheckAccess(const AccessOptions& options, const std::string& listen) {
   const bool has_tls = !options.tls_cert.empty();
   if (has_tls != !options.tls_key.empty())
@@ -289,7 +287,7 @@ absl::StatusOr<std::vector<AccessToken>> ParseTokens(std::string_view text) {
     if (words[1] == "submit") token.role = AccessRole::kSubmit;
     if (words[1] == "administer") token.role = AccessRole::kAdminister;
     if (words[1] != AccessRoleName(token.role)) return fault("ROLE is none of view, submit, administer");
-    if (!IsName(token.name)) return fault("NAME is not 1 to 64 of A-Z, a-z, 0-9, '.', '_', '@', '-'");
+    if (!IsUserName(token.name)) return fault("NAME is not 1 to 64 of A-Z, a-z, 0-9, '.', '_', '@', '-'");
     if (std::ranges::find(tokens, token.hash, &AccessToken::hash) != tokens.end()) return fault("the same HASH again");
     if (tokens.size() == kMaxTokens) return fault("more than ", kMaxTokens, " tokens");
     tokens.push_back(std::move(token));
@@ -392,7 +390,7 @@ absl::StatusOr<Caller> Access::CallerOf(const grpc::ServerContextBase& context) 
                     FirstProperty(security.get(), GRPC_X509_CN_PROPERTY_NAME));
   }
   const std::string user(ValueOf(context.client_metadata(), kUserHeader));
-  return Caller{.name = IsName(user) ? user : kUnknownUser, .role = AccessRole::kAdminister, .is_local = true};
+  return Caller{.name = IsUserName(user) ? user : kUnknownUser, .role = AccessRole::kAdminister, .is_local = true};
 }
 
 absl::StatusOr<Caller> Access::Identify(std::string_view authorization, const std::string& certificate_name) {

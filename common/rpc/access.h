@@ -19,6 +19,8 @@
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/support/server_interceptor.h"
 
+struct ssl_ctx_st;
+
 namespace tandem {
 
 // Each may what those before it may.
@@ -50,6 +52,10 @@ struct AccessOptions {
   int max_requests_per_second = 100;  // of one name
 };
 inline constexpr int kReloadSeconds = 1;
+
+// The TLS files of `options` into a context of OpenSSL (an SSL_CTX). Errors: INVALID_ARGUMENT (an expired certificate too),
+// NOT_FOUND, PERMISSION_DENIED naming flag and file.
+absl::Status LoadTlsFiles(const AccessOptions& options, ssl_ctx_st* context);
 
 // What `listen` and the files allow. Errors: INVALID_ARGUMENT, PERMISSION_DENIED naming flag and cause.
 absl::Status CheckAccess(const AccessOptions& options, const std::string& listen);

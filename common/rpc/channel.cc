@@ -1,10 +1,19 @@
 #include "common/rpc/channel.h"
 
+#include <algorithm>
+
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/time/time.h"
 #include "common/model/utf8.h"
 
 namespace tandem {
+
+bool IsUserName(std::string_view name) {
+  return !name.empty() && name.size() <= 64 && std::ranges::all_of(name, [](char c) {
+    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == '@' || c == '-';
+  });
+}
 
 grpc::Status ToGrpc(const absl::Status& status) {
   // absl and gRPC number their codes alike. Messages quote what came; a client in Python takes UTF-8 alone.

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "common/base/clock.h"
 #include "common/base/status.h"
@@ -12,6 +13,8 @@ namespace tandem {
 
 // The header in which a client within the node names its user. It is believed: whoever can set it has every right.
 inline constexpr char kUserHeader[] = "tandem-user";
+// What it may say, and what names a token: [A-Za-z0-9._@-]{1,64}.
+bool IsUserName(std::string_view name);
 
 grpc::Status ToGrpc(const absl::Status& status);
 absl::Status FromGrpc(const grpc::Status& status);
