@@ -33,7 +33,8 @@ const char* ProgramOf(Half half) { return half == Half::kRollout ? "rollout_serv
 // Where this test lies, and the daemons beside it, wherever the build folder has been taken.
 std::string BinDirectory() { return std::filesystem::read_symlink("/proc/self/exe").parent_path(); }
 
-// A free port, held until all are chosen so that no two are equal.
+}  // namespace
+
 std::vector<int> FreePorts(int count) {
   std::vector<UniqueFd> sockets;
   std::vector<int> ports;
@@ -50,8 +51,6 @@ std::vector<int> FreePorts(int count) {
   }
   return ports;
 }
-
-}  // namespace
 
 Device TestDevice() {
   static const Device device = [] {

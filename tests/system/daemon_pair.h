@@ -23,6 +23,9 @@ Device TestDevice();
 // Whether the sizes that are run by hand are asked for: TANDEM_LONG_TESTS=1.
 bool IsLongTest();
 
+// Of the loopback device, no two equal; each is held until all are chosen.
+std::vector<int> FreePorts(int count);
+
 enum class Half { kRollout, kTrainer };
 
 struct DaemonPairOptions {
