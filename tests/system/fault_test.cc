@@ -101,7 +101,7 @@ TEST_F(FaultTest, AStoppedHalfIsWaitedForAndToldOfInTheLog) {
     ASSERT_TRUE(before.ok());
     WaitForStep(job, before->step() + 20);
     pair_->Signal(half, SIGSTOP);
-    absl::SleepFor(IsLongTest() ? absl::Seconds(30) : absl::Seconds(4));
+    absl::SleepFor(IsLongTest() ? absl::Seconds(30) : absl::Seconds(3));
     EXPECT_TRUE(pair_->IsAlive(other));
     EXPECT_THAT(pair_->log(other), HasSubstr(absl::StrCat("pid=", pair_->pid(half), " is stopped since")));
     pair_->Signal(half, SIGCONT);

@@ -16,7 +16,7 @@ namespace {
 absl::Status SystemError(const std::string& what, const std::string& path) {
   const std::string message = absl::StrCat(what, " ", path, " failed: ", std::strerror(errno));
   if (errno == ENOENT) return absl::NotFoundError(message);
-  if (errno == ENOSPC || errno == EDQUOT) return absl::ResourceExhaustedError(message);
+  if (errno == ENOSPC || errno == EDQUOT) return absl::ResourceExhaustedError(message + ": make room, then resume");
   return absl::InternalError(message);
 }
 

@@ -38,7 +38,9 @@ std::string CompletionsPath(const std::string& directory, std::uint64_t step) {
 }
 
 absl::Status SystemError(const std::string& what) {
-  return absl::InternalError(absl::StrCat(what, " failed: ", std::strerror(errno)));
+  const std::string message = absl::StrCat(what, " failed: ", std::strerror(errno));
+  if (errno == ENOSPC || errno == EDQUOT) return absl::ResourceExhaustedError(message + ": make room, then resume");
+  return absl::InternalError(message);
 }
 
 }  // namespace
@@ -113,8 +115,12 @@ absl::StatusOr<HistoryWriter> HistoryWriter::Open(const std::string& directory, 
 
 absl::Status HistoryWriter::Append(const HistoryEvent& event) {
   const std::string line = ToJsonLine(event);
-  const ssize_t written = ::write(file_.get(), line.data(), line.size());
-  if (written != static_cast<ssize_t>(line.size())) return SystemError("appending to the history of " + directory_);
+  for (std::size_t written = 0; written < line.size();) {  // one call, unless the disk is full
+    const ssize_t count = ::write(file_.get(), line.data() + written, line.size() - written);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return SystemError("appending to the history of " + directory_);
+    written += static_cast<std::size_t>(count);
+  }
   size_bytes_ += line.size();
   return absl::OkStatus();
 }
