@@ -47,7 +47,7 @@ absl::StatusOr<std::string> ReadSmallFile(const std::string& path, const std::st
 }
 
 // Empty: the system has no name for the user.
-std::string UserName() {
+std::string LoginName() {
   passwd found{};
   passwd* entry = nullptr;
   std::string buffer(kUserEntryBytes, '\0');
@@ -127,6 +127,8 @@ absl::StatusOr<ChannelSecurity> ReadSecurity(const Settings& settings, std::stri
 
 }  // namespace
 
+std::string UserNameOf(const std::string& login, uid_t uid) { return IsUserName(login) ? login : absl::StrCat("uid-", uid); }
+
 std::unique_ptr<v1::JobService::Stub> Connection::Trainer() const {
   return v1::JobService::NewStub(MakeChannel(trainer_address, security));
 }
@@ -139,7 +141,7 @@ std::unique_ptr<grpc::ClientContext> Connection::Context(absl::Duration least) c
   context->set_deadline(GrpcDeadline(MonotonicTime::Now() + std::max(timeout, least)));
   // Over TLS the server knows who calls.
   const bool is_over_tls = !security.ca.empty() && !absl::StartsWith(trainer_address, "unix:");
-  if (const std::string user = UserName(); !is_over_tls && !user.empty()) context->AddMetadata(kUserHeader, user);
+  if (!is_over_tls) context->AddMetadata(kUserHeader, UserNameOf(LoginName(), ::geteuid()));
   return context;
 }
 

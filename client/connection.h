@@ -1,6 +1,8 @@
 // Where the two daemons are, what they are shown, and how long a call may take. Every command gets one.
 #pragma once
 
+#include <sys/types.h>
+
 #include <functional>
 #include <memory>
 #include <string>
@@ -13,6 +15,9 @@
 #include "proto/rollout.grpc.pb.h"
 
 namespace tandem {
+
+// What a user within the node is called: "ada"; "uid-1000" where the login is none that a server takes, as "svc$" or "".
+std::string UserNameOf(const std::string& login, uid_t uid);
 
 struct Connection {
   std::string trainer_address;

@@ -92,7 +92,8 @@ Nodes: --context, of ~/.config/tandem/config.json; or --trainer, --rollout, --ca
 // The arguments of `tandem priority JOB -5`, whose number would be read as a flag, as `priority JOB -- -5`.
 std::vector<char*> NumbersLast(std::vector<char*> arguments) {
   static char end_of_flags[] = "--";
-  if (std::ranges::find(arguments, std::string_view("priority")) == arguments.end()) return arguments;
+  const auto has = [&](std::string_view word) { return std::ranges::find(arguments, word) != arguments.end(); };
+  if (!has("priority") || has(end_of_flags)) return arguments;
   const auto numbers = std::stable_partition(arguments.begin(), arguments.end(), [](const char* word) {
     return word[0] != '-' || std::isdigit(static_cast<unsigned char>(word[1])) == 0;
   });

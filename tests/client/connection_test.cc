@@ -84,6 +84,14 @@ TEST_F(ConnectionTest, FlagsGoBeforeEnvironmentBeforeFileBeforeDefaults) {
   EXPECT_EQ(Resolve().value().trainer_address, "five:7070");
 }
 
+// Others make gRPC abort, or are nobody to the server.
+TEST(UserNameOf, IsTheLoginOrTheUidWhereNoServerTakesThat) {
+  for (const char* login : {"ada", "ada@example.org", "a.b-c_9"}) EXPECT_EQ(UserNameOf(login, 1000), login);
+  for (const std::string& login : {std::string("j\xc3\xb6rg"), std::string("DOM\\joe"), std::string("svc$"),
+                                   std::string("two words"), std::string("a\n"), std::string(), std::string(65, 'x')})
+    EXPECT_EQ(UserNameOf(login, 1000), "uid-1000") << login;
+}
+
 TEST_F(ConnectionTest, FaultsNameFileKeyAndWhatToDo) {
   ConnectionFlags flags;
   flags.context = "three";

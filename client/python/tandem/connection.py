@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from dataclasses import dataclass, field
 
@@ -40,10 +41,12 @@ class Connection:
         """Within the node a call names the user; over TLS the server knows who calls."""
         if pwd is None or self.is_over_tls():
             return []
+        uid = os.geteuid()
         try:
-            return [("tandem-user", pwd.getpwuid(os.geteuid()).pw_name)]
+            login = pwd.getpwuid(uid).pw_name
         except KeyError:
-            return []
+            login = ""
+        return [("tandem-user", user_name_of(login, uid))]
 
     def channel(self):
         options = [
@@ -58,6 +61,11 @@ class Connection:
         if self.token:
             credentials = grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(self.token))
         return grpc.secure_channel(self.trainer, credentials, options=options)
+
+
+def user_name_of(login, uid):
+    """What a user within the node is called: "ada"; "uid-1000" where the login is none that a server takes, as "svc$" or ""."""
+    return login if re.fullmatch("[A-Za-z0-9._@-]{1,64}", login) else f"uid-{uid}"
 
 
 def resolve(context="", token="", environment=os.environ, **given):
