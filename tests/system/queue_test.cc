@@ -131,7 +131,8 @@ TEST_F(QueueTest, JobsRunByPriorityAndBehindThoseThatTheyComeAfter) {
   EXPECT_EQ(jobs[child]["after"], nlohmann::json::array({plain}));
 
   EXPECT_TRUE(pair_->Client("priority " + low + " 100").ok());
-  EXPECT_TRUE(pair_->Client("priority " + plain + " -7").ok());
+  EXPECT_TRUE(pair_->Client("priority " + plain + " -8").ok());
+  EXPECT_TRUE(pair_->Client("priority " + plain + " -- -7").ok());
   jobs = Jobs("--state=queued");
   EXPECT_EQ(jobs.size(), 4u);
   EXPECT_EQ(jobs[low]["queue_position"], 1);
@@ -165,12 +166,11 @@ TEST_F(QueueTest, JobThatFailsOrIsCancelledLeavesTheNextAsItIsAlone) {
   std::ofstream(File("mine.py")) << "import time\n"
                                     "def broken(completions, **kwargs):\n    raise RuntimeError('no such luck')\n"
                                     "def slow(completions, **kwargs):\n    time.sleep(600)\n";
-  const std::string alone = Submit({"seed: 9"});
   const std::string rewards = "--rewards=" + File("mine.py") + ":";
   const auto plan = pair_->Client(absl::StrCat(rewards, "broken plan ", File("job.textproto")));
   if (!plan.ok() && absl::StrContains(plan.status().message(), "bubblewrap")) GTEST_SKIP() << plan.status().message();
+  const std::string alone = Submit({"seed: 9"});
   EXPECT_EQ(WaitForEnd(alone).state(), v1::JOB_STATE_SUCCEEDED);
-  const std::string rewards = "--rewards=" + File("mine.py") + ":";
   const std::string failing = Submit({}, rewards + "broken"), behind = Submit({"name: \"behind\"", "after: \"tiny\""});
   const std::string next = Submit({"seed: 9"});
   const v1::JobStatus failed = WaitForEnd(failing);
@@ -267,7 +267,7 @@ TEST_F(QueueTest, SubmittersShareTheDeviceAndChangeOnlyTheirOwnJobs) {
     absl::StrAppend(&tokens, Sha256Hex("token-of-" + name), " ", role, "\n");
   }
   WritePrivate(File("tokens"), tokens);
-  const std::string address = absl::StrCat("127.0.0.1:", 20000 + ::getpid() % 20000);
+  const std::string address = absl::StrCat("127.0.0.1:", FreePorts(1)[0]);
   StartPair({"--listen=" + address, "--tls_cert=" + File("server.pem"), "--tls_key=" + File("server.key"),
              "--tokens_file=" + File("tokens"), "--max_queued_jobs_of_submitter=4"});
   const auto as = [&](const std::string& name) {
