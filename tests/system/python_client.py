@@ -10,6 +10,7 @@ import grpc
 import tandem
 from tandem import contracts
 from tandem.client import read_job, state_of
+from tandem.connection import user_name_of
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 trainer, folder = sys.argv[1:3]
@@ -53,6 +54,7 @@ plan = client.plan(job, rewards=[f"{mine.__file__}:ended"])
 assert 'function: "ended"' in plan.job_text and not plan.faults
 
 # The queue.
+assert [user_name_of(login, 1000) for login in ("ada", "a.b-c_9@x", "j\u00f6rg", "DOM\\joe", "svc$", "a\n", "", "x" * 65)] == ["ada", "a.b-c_9@x"] + ["uid-1000"] * 6
 running = client.submit(job, rewards=[mine.ended], num_steps=100000)
 first = client.submit(job, rewards=[mine.ended], num_steps=1, name="first", priority=3)
 second = client.submit(job, rewards=[mine.ended], num_steps=1, name="second", after=["first"], adapter=contracts.AdapterConfig(start_job=first))
@@ -63,6 +65,14 @@ shown = client.show(first)
 assert shown.status.priority == 7 and "priority: 3" in shown.job_text
 assert [status.job for status in client.jobs(states=["queued"])] == [second, first]
 assert [status.job for status in client.jobs(states=["queued", "running"], limit=1)] == [second]
+assert len(client.jobs(limit=0)) == len(client.jobs()) == 4
+for state in ("unspecified", "waiting", "JOB_STATE_QUEUED"):
+    try:
+        client.jobs(states=[state])
+    except ValueError as error:
+        assert str(error) == f"'{state}' is none of queued, running, paused, succeeded, failed, cancelled", error
+    else:
+        raise AssertionError(f"no ValueError for {state}")
 raises("INVALID_ARGUMENT", "priority: 101; must be -100 to 100", lambda: client.set_priority(first, 101))
 raises("INVALID_ARGUMENT", "after: 'third' is the name of the job itself", lambda: client.submit(job, rewards=[mine.ended], name="third", after=["third"]))
 client.cancel(running)

@@ -62,13 +62,13 @@ class Client:
         request = contracts.PlanRequest(job_text=text_format.MessageToString(self._complete(job, rewards, fields)))
         return self._call("Plan", request, max(self.timeout, CHECK_SECONDS))
 
-    def jobs(self, states=(), limit=None):
+    def jobs(self, states=(), limit=0):
         """All jobs, newest first: a list of contracts.JobStatus. `states`: only those in any of them, as ["queued", "running"]. `limit`:
-        so many at most."""
+        so many at most; 0: all."""
         numbers = [contracts.enum_number("JobState", state, "JOB_STATE_") for state in states]
         jobs, token = [], ""
-        while limit is None or len(jobs) < limit:
-            size = JOBS_PER_PAGE if limit is None else min(limit - len(jobs), JOBS_PER_PAGE)
+        while not limit or len(jobs) < limit:
+            size = min(limit - len(jobs), JOBS_PER_PAGE) if limit else JOBS_PER_PAGE
             page = self._call("ListJobs", contracts.ListJobsRequest(page_size=size, page_token=token, states=numbers))
             jobs += page.jobs
             token = page.next_page_token

@@ -42,11 +42,11 @@ def enum_name(enum, number, prefix):
 
 
 def enum_number(enum, word, prefix):
-    """"failed" as JOB_STATE_FAILED. Raises ValueError."""
-    values = _pool.FindEnumTypeByName(_PACKAGE + enum).values_by_name
-    if prefix + word.upper() not in values:
-        raise ValueError(f"'{word}' is none of {', '.join(name[len(prefix):].lower() for name in values)}")
-    return values[prefix + word.upper()].number
+    """"failed" as JOB_STATE_FAILED; "unspecified" is none. Raises ValueError."""
+    numbers = {value.name[len(prefix):].lower(): value.number for value in _pool.FindEnumTypeByName(_PACKAGE + enum).values if value.number}
+    if word.lower() not in numbers:
+        raise ValueError(f"'{word}' is none of {', '.join(numbers)}")
+    return numbers[word.lower()]
 
 
 def method(service, name):
