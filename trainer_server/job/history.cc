@@ -59,7 +59,7 @@ v1::DataCounts DataCountsOf(const NamedValues& values) {
   v1::DataCounts counts;
   for (const auto& [name, value] : values) {
     const auto* const field = v1::DataCounts::descriptor()->FindFieldByName(name);
-    if (field != nullptr) counts.GetReflection()->SetUInt64(&counts, field, static_cast<std::uint64_t>(value));
+    if (field != nullptr) counts.GetReflection()->SetUInt64(&counts, field, CountOf<std::uint64_t>(value));
   }
   return counts;
 }

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -31,6 +32,13 @@ struct HistoryEvent {
   NamedValues values;  // functions of the job and its data alone
   NamedValues times;   // seconds, and rates made of them
 };
+
+// A figure that counts something; a damaged file's is 0 or the most that fits.
+template <typename Count>
+Count CountOf(double value) {
+  constexpr Count kMost = std::numeric_limits<Count>::max();
+  return !(value > 0) ? 0 : value < static_cast<double>(kMost) ? static_cast<Count>(value) : kMost;
+}
 
 // The counts of a job's data set as an event, and back.
 HistoryEvent DataEvent(const v1::DataCounts& counts);

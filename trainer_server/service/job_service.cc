@@ -59,11 +59,11 @@ v1::WatchResponse ToResponse(const HistoryEvent& event) {
     if (name == "reward") {
       evaluation->set_reward(value);
     } else if (name == "num_prompts") {
-      evaluation->set_num_prompts(static_cast<std::uint32_t>(value));
+      evaluation->set_num_prompts(CountOf<std::uint32_t>(value));
     } else if (name.size() > prefix.size() + suffix.size() && name.rfind(prefix, 0) == 0) {
       Add(name.substr(prefix.size(), name.size() - prefix.size() - suffix.size()), value, evaluation->mutable_rewards());
     } else if (name == "best_step") {
-      evaluation->set_best_step(static_cast<std::uint32_t>(value));
+      evaluation->set_best_step(CountOf<std::uint32_t>(value));
     } else if (name.rfind(best, 0) == 0) {
       evaluation->set_metric(name.substr(best.size()));
       evaluation->set_best_value(value);

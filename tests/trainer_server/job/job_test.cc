@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <bit>
+#include <cmath>
 
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -671,6 +672,15 @@ TEST(HistoryTest, IsCutBackReadAsItGrowsAndKeepsEveryBit) {
   EXPECT_EQ(std::filesystem::file_size(directory + "/history.jsonl"), kept);
   EXPECT_EQ(reader.Next()->step, 1u) << "after a cut the reader begins again";
   EXPECT_TRUE(absl::IsDataLoss(HistoryWriter::Open(directory, kept + 1).status()));
+}
+
+TEST(HistoryTest, CountsOfADamagedFileAreInRange) {
+  EXPECT_EQ(CountOf<std::uint32_t>(7), 7u);
+  EXPECT_EQ(CountOf<std::uint32_t>(-1), 0u);
+  EXPECT_EQ(CountOf<std::uint32_t>(std::nan("")), 0u);
+  EXPECT_EQ(CountOf<std::uint32_t>(1e300), 0xffffffffu);
+  EXPECT_EQ(DataCountsOf({{"rows", 1e300}}).rows(), ~std::uint64_t{0});
+  EXPECT_EQ(DataCountsOf({{"rows", -3}}).rows(), 0u);
 }
 
 TEST(HistoryTest, GoesOnAtAStepAndPassesOverOthers) {
