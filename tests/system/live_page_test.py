@@ -78,8 +78,9 @@ def openssl(folder, *words):
 
 
 def make_certificate(folder, name, days="2"):
-    openssl(folder, "req", "-x509", *EC_KEY, "-days", days, "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout",
-            f"{name}.key", "-out", f"{name}.pem")
+    openssl(folder, "req", *EC_KEY, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+    (folder / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:TRUE\n")
+    openssl(folder, "x509", "-req", "-in", f"{name}.csr", "-signkey", f"{name}.key", "-days", days, "-extfile", f"{name}.ext", "-out", f"{name}.pem")
     (folder / f"{name}.key").chmod(0o600)
 
 
@@ -435,6 +436,8 @@ class TokenTest(unittest.TestCase):
             time.sleep(0.2)
         self.assertEqual(self.get("/")[0], 200)
         renewed = ssl.get_server_certificate(("127.0.0.1", self.node.port))
+        for name in ("server.key", "server.pem"):  # the tests that follow trust it
+            self.addCleanup((self.folder / name).write_bytes, (self.folder / name).read_bytes())
         make_certificate(self.folder, "server", "-1")
         while "the certificate has expired" not in self.node.log("trainer_server"):
             self.assertLess(time.monotonic(), deadline)
