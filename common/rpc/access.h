@@ -1,6 +1,6 @@
 // Who may call what. Calls over TLS need a bearer token whose role suffices for the RPC (without a tokens file: a certificate of
 // the client CA); calls from within the node, over the loopback device or a socket of the file system, are the operator's. Every
-// call over TLS, and every local one that changes a job, is one audit line of the log.
+// RPC over TLS, and every local one that changes a job, is one audit line of the log.
 #pragma once
 
 #include <cstddef>

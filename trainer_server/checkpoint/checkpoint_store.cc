@@ -126,7 +126,9 @@ absl::StatusOr<std::string> ReadChecked(const std::string& directory, const nloh
   if (entry == manifest["files"].end()) return damaged("is not in the manifest");
   absl::StatusOr<std::string> text = ReadWholeFile(path, limit_bytes);
   if (absl::IsNotFound(text.status())) return damaged("is absent");
-  if (!text.ok()) return damaged(std::string(text.status().message()));
+  if (absl::IsResourceExhausted(text.status()) || absl::IsDataLoss(text.status()))
+    return damaged(std::string(text.status().message()));
+  TANDEM_RETURN_IF_ERROR(text.status());
   const nlohmann::json found = Describe(BytesOf(*text));
   if (*entry != found) return damaged(absl::StrCat("is ", found.dump(), "; the manifest says ", entry->dump()));
   return text;
@@ -154,7 +156,9 @@ std::uint64_t SizeOfTree(const fs::path& directory) {
 absl::StatusOr<nlohmann::json> ReadManifest(const std::string& directory) {
   const std::string path = directory + "/" + kManifest;
   const absl::StatusOr<std::string> text = ReadWholeFile(path, kMaxTextBytes);
-  if (!text.ok()) return absl::DataLossError(absl::StrCat("checkpoint ", path, ": ", text.status().message()));
+  if (absl::IsNotFound(text.status()) || absl::IsResourceExhausted(text.status()) || absl::IsDataLoss(text.status()))
+    return absl::DataLossError(absl::StrCat("checkpoint ", path, ": ", text.status().message()));
+  TANDEM_RETURN_IF_ERROR(text.status());
   nlohmann::json manifest = ParseBoundedJson(*text, path, "the file").value_or(nlohmann::json());
   if (!manifest.is_object() || !manifest.contains("files") || !manifest["files"].is_object() || !manifest.contains("format")) {
     return absl::DataLossError(absl::StrCat("checkpoint ", path, " is not a manifest"));
@@ -234,11 +238,27 @@ absl::StatusOr<CheckpointStore::Room> CheckpointStore::FindRoom() const {
   return room;
 }
 
+void CheckpointStore::DiscardDamaged() const {
+  std::error_code error;
+  std::vector<fs::path> found;
+  for (fs::directory_iterator entry(directory_, error), end; !error && entry != end; entry.increment(error)) {
+    if (entry->path().filename().string().rfind(kDamagedPrefix, 0) == 0) found.push_back(entry->path());
+  }
+  for (const fs::path& path : found) {
+    TANDEM_LOG(kWarning, "checkpoint", "removed path=", path.string());
+    fs::remove_all(path, error);
+  }
+}
+
 absl::Status CheckpointStore::MakeRoom(std::uint64_t size_bytes, std::optional<std::uint64_t> best_step) const {
   std::vector<std::uint64_t> steps = Steps();
   if (!steps.empty()) steps.pop_back();
   std::erase(steps, best_step);
   TANDEM_ASSIGN_OR_RETURN(Room room, FindRoom());
+  if (room.size_bytes < size_bytes) {
+    DiscardDamaged();
+    TANDEM_ASSIGN_OR_RETURN(room, FindRoom());
+  }
   for (std::size_t i = 0; room.size_bytes < size_bytes && i < steps.size(); ++i) {
     TANDEM_LOG(kWarning, "checkpoint", "removed for want of room path=", DirectoryOf(steps[i]),
                " available=", FormatBytes(room.size_bytes), " wanted=", FormatBytes(size_bytes));
@@ -309,6 +329,7 @@ absl::StatusOr<std::optional<CheckpointState>> CheckpointStore::LoadNewest(const
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     absl::StatusOr<CheckpointState> state = Load(*step, job_text, arrays);
     if (state.ok()) {
+      if (!damaged.empty()) DiscardDamaged();
       for (const std::uint64_t newer : damaged) TANDEM_RETURN_IF_ERROR(SetAside(newer));
       return std::optional(*std::move(state));
     }

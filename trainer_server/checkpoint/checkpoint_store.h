@@ -72,7 +72,8 @@ class CheckpointStore {
   // Steps of the checkpoints here, ascending.
   std::vector<std::uint64_t> Steps() const;
   // Fills `arrays` from the newest checkpoint that is whole; nullopt when there is none at all. Newer ones that are damaged are
-  // told of in the log and set aside as damaged-step-N: the steps since are trained again. For the one writer. Errors: DATA_LOSS
+  // told of in the log and set aside as damaged-step-N, in place of those before: the steps since are trained again. They are the
+  // first to go where room is wanted. For the one writer. Errors: DATA_LOSS
   // naming the newest one's file that is absent, of another size or checksum, where none is whole (then `arrays` are
   // unspecified): a resume never starts with less than it left; FAILED_PRECONDITION when job text or array sizes are not this
   // job's.
@@ -87,6 +88,7 @@ class CheckpointStore {
       : directory_(std::move(directory)), quota_(std::move(quota)) {}
   std::string DirectoryOf(std::uint64_t step) const;
   void Discard(std::uint64_t step) const;
+  void DiscardDamaged() const;  // what SetAside left
   // How much may be written, and the words for when that is too little.
   struct Room {
     std::uint64_t size_bytes = 0;

@@ -276,6 +276,32 @@ TEST_F(CheckpointStoreTest, DamagedNewestIsSetAsideForTheOneBeforeAndWrittenAgai
   }
 }
 
+TEST_F(CheckpointStoreTest, OneThatCannotBeReadNowIsLeftWhereItIs) {
+  CheckpointStore store = Open();
+  Arrays first(1), second(2), loaded;
+  ASSERT_TRUE(store.Write(StateAt(1), "job", first.view(), 2).ok());
+  ASSERT_TRUE(store.Write(StateAt(2), "job", second.view(), 2).ok());
+  std::filesystem::remove(At(2, kFiles[0]));
+  std::filesystem::create_directory(At(2, kFiles[0]));  // reading fails, though nothing is absent or cut
+  const auto state = store.LoadNewest("job", loaded.view());
+  EXPECT_FALSE(state.ok());
+  EXPECT_FALSE(absl::IsDataLoss(state.status())) << state.status();
+  EXPECT_EQ(store.Steps(), (std::vector<std::uint64_t>{1, 2}));
+}
+
+TEST_F(CheckpointStoreTest, OnlyTheLastDamagedOnesAreKept) {
+  CheckpointStore store = Open();
+  Arrays arrays(1), loaded;
+  for (const std::uint64_t step : {2, 3}) {
+    ASSERT_TRUE(store.Write(StateAt(1), "job", arrays.view(), 2).ok());
+    ASSERT_TRUE(store.Write(StateAt(step), "job", arrays.view(), 2).ok());
+    WriteText(At(step, kFiles[0]), "cut");
+    ASSERT_TRUE(store.LoadNewest("job", loaded.view()).ok());
+  }
+  EXPECT_FALSE(std::filesystem::exists(directory_ + "/damaged-step-000002"));
+  EXPECT_TRUE(std::filesystem::exists(directory_ + "/damaged-step-000003"));
+}
+
 // CASES C45: optimizer state erased, with a manifest to match the erased files, has another size than the adapter needs.
 TEST_F(CheckpointStoreTest, ErasedOptimizerStateIsRefused) {
   CheckpointStore store = Open();
