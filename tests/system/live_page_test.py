@@ -360,6 +360,27 @@ class PageTest(unittest.TestCase):
                 self.assertLess(time.monotonic(), deadline)
                 time.sleep(0.1)
 
+    @NEEDS_BROWSER
+    def test_7_what_runs_and_what_is_asked_for_are_shown_behind_many_newer_jobs(self):
+        old = self.node.tandem("jobs", "--limit=0")[-1]["job"]
+        running = self.node.tandem("submit", self.node.work / "job.textproto", "--set=num_steps: 100000")[0]["job"]
+        queued = [self.node.submit() for _ in range(101)]
+        self.assertEqual(json.loads(self.node.get(f"/api/jobs/{old}")[2])["job"], old)
+        self.assertEqual(self.node.get("/api/jobs/nobody-knows")[0], 404)
+        browser = self.window()
+        browser.look_like(1280, 900, "dark")
+        browser.open(self.url)
+        browser.wait_for(f"document.getElementById('job_title').textContent === '{running}' && {NUM_POINTS} > 1", 60)
+        browser.evaluate("document.getElementById('older').click()")
+        browser.wait_for("document.querySelectorAll('.job').length === 101")  # two pages of the newest, and the one that runs
+        browser.evaluate("document.getElementById('older').click()")
+        browser.wait_for(f"document.querySelectorAll('.job').length >= 103 && document.querySelector('.job[data-job=\"{old}\"]') !== null")
+        browser.open(f"{self.url}#{old}")
+        browser.wait_for(f"document.getElementById('job_title').textContent === '{old}' && {SHOWS_JOB}")
+        self.check_quiet(browser)
+        for job in [*queued, running]:
+            self.node.tandem("cancel", job)
+
 
 class TokenTest(unittest.TestCase):
     """Over TLS with a tokens file, as the gRPC listener."""

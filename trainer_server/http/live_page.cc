@@ -244,6 +244,14 @@ HttpResponse LivePage::AnswerCall(std::string_view path, std::string_view query,
     v1::ListJobsResponse response;
     return AnswerOf(trainer_->ListJobs(context.get(), list, &response), response);
   }
+  if (what.empty() && !job.empty()) {
+    if (const absl::Status status = admitted("/tandem.v1.JobService/GetJob"); !status.ok()) return Fault(status);
+    v1::GetJobRequest get;
+    if (const absl::Status status = FillFromQuery(query, &get); !status.ok()) return Fault(status);
+    get.set_job(job);
+    v1::JobStatus response;
+    return AnswerOf(trainer_->GetJob(context.get(), get, &response), response);
+  }
   if (what == "/history") {
     if (const absl::Status status = admitted("/tandem.v1.JobService/Watch"); !status.ok()) return Fault(status);
     return History(job, query);

@@ -5,6 +5,7 @@
 //   /api/status              TrainerStatus
 //   /api/rollout             RolloutStatus
 //   /api/jobs                ListJobsResponse
+//   /api/jobs/JOB            JobStatus
 //   /api/jobs/JOB/history    WatchResponse, one a line: what has happened so far
 //   /api/jobs/JOB/completions    CompletionRecord, one a line; texts are cut at kMaxTextBytes
 // A query names whole-number fields of the request: /api/jobs/a-1f3a/history?from_step=12&stride_steps=4. A fault is a line of
