@@ -67,8 +67,9 @@ TEST(PassWork, CountsASharedPromptOnceAndALoneSequenceAsItsLengthSquared) {
   config.vocab_size = 10;
   const double linear = 2 * (4 * 16 + 8 * 4 + 3 * 4 * 16), head = 4 * 10, attention_of_a_key = 2 * 8 * 2;
   const auto work_of = [](const std::vector<Source>& sources) {
+    const auto packed = PackMicroBatches(View(sources), 64);
     PassWork work;
-    for (const MicroBatch& batch : *PackMicroBatches(View(sources), 64)) work.Add(batch);
+    for (const MicroBatch& batch : *packed) work.Add(batch);
     return work;
   };
   const PassWork alone = work_of({{{7, 8, 9}, {{1, 2}}, {{1, 1}}}});
