@@ -39,4 +39,12 @@ std::string Printable(std::string_view text, LineEnds line_ends) {
   return printable;
 }
 
+std::string Shorten(std::string text, std::size_t limit) {
+  if (text.size() <= limit) return text;
+  std::size_t end = limit - 3;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  text.resize(end);
+  return text + "...";
+}
+
 }  // namespace tandem

@@ -9,23 +9,15 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 
+from checks import START_LIMIT, STOP_LIMIT, fail, free_ports, run
+
 PROGRAMS = ("rollout_server", "trainer_server")
-START_LIMIT, STOP_LIMIT = 120, 30  # seconds
-
-
-def fail(what):
-    sys.exit(f"FAILED: {what}")
-
-
-def run(words, **more):
-    return subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, **more)
 
 
 # The indented blocks below a heading, without their indentation.
@@ -78,14 +70,6 @@ def check_names(document, source, bin_dir):
     for anchor in re.findall(r"\]\(#([\w-]+)\)", document):
         if anchor not in anchors:
             fail(f"no heading for #{anchor}")
-
-
-def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Pair:

@@ -9,23 +9,15 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 
+from checks import START_LIMIT, STOP_LIMIT, fail, free_ports, run
+
 UNITS = {"tandem-rollout.service": "rollout_server", "tandem-trainer.service": "trainer_server"}
 MOST_EXPOSURE = {"tandem-rollout.service": 30, "tandem-trainer.service": 55}  # tenths of what systemd-analyze security says
-START_LIMIT, STOP_LIMIT = 120, 30  # seconds
-
-
-def fail(what):
-    sys.exit(f"FAILED: {what}")
-
-
-def run(words, **more):
-    return subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, **more)
 
 
 def setting(unit, name):
@@ -56,14 +48,6 @@ def check_units(source, bin_dir, work):
         print(f"{name}: {rated.stdout.strip().splitlines()[-1]}")
         if rated.returncode != 0:
             fail(f"{name} is more exposed than {MOST_EXPOSURE[name] / 10}")
-
-
-def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 # The unit's command with its flags file, both taken from the system's folders into `work`.

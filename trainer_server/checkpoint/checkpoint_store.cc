@@ -117,6 +117,11 @@ nlohmann::json Describe(std::span<const std::byte> bytes) {
 
 std::span<const std::byte> BytesOf(const std::string& text) { return std::as_bytes(std::span<const char>(text)); }
 
+// Of ReadWholeFile: the file is absent, longer than it can be, or ended early. Other faults may pass.
+bool IsDamage(const absl::Status& status) {
+  return absl::IsNotFound(status) || absl::IsResourceExhausted(status) || absl::IsDataLoss(status);
+}
+
 // A file of the checkpoint, equal to what the manifest says of it.
 absl::StatusOr<std::string> ReadChecked(const std::string& directory, const nlohmann::json& manifest, const std::string& name,
                                         std::size_t limit_bytes) {
@@ -126,8 +131,7 @@ absl::StatusOr<std::string> ReadChecked(const std::string& directory, const nloh
   if (entry == manifest["files"].end()) return damaged("is not in the manifest");
   absl::StatusOr<std::string> text = ReadWholeFile(path, limit_bytes);
   if (absl::IsNotFound(text.status())) return damaged("is absent");
-  if (absl::IsResourceExhausted(text.status()) || absl::IsDataLoss(text.status()))
-    return damaged(std::string(text.status().message()));
+  if (IsDamage(text.status())) return damaged(std::string(text.status().message()));
   TANDEM_RETURN_IF_ERROR(text.status());
   const nlohmann::json found = Describe(BytesOf(*text));
   if (*entry != found) return damaged(absl::StrCat("is ", found.dump(), "; the manifest says ", entry->dump()));
@@ -156,8 +160,7 @@ std::uint64_t SizeOfTree(const fs::path& directory) {
 absl::StatusOr<nlohmann::json> ReadManifest(const std::string& directory) {
   const std::string path = directory + "/" + kManifest;
   const absl::StatusOr<std::string> text = ReadWholeFile(path, kMaxTextBytes);
-  if (absl::IsNotFound(text.status()) || absl::IsResourceExhausted(text.status()) || absl::IsDataLoss(text.status()))
-    return absl::DataLossError(absl::StrCat("checkpoint ", path, ": ", text.status().message()));
+  if (IsDamage(text.status())) return absl::DataLossError(absl::StrCat("checkpoint ", path, ": ", text.status().message()));
   TANDEM_RETURN_IF_ERROR(text.status());
   nlohmann::json manifest = ParseBoundedJson(*text, path, "the file").value_or(nlohmann::json());
   if (!manifest.is_object() || !manifest.contains("files") || !manifest["files"].is_object() || !manifest.contains("format")) {
@@ -242,7 +245,7 @@ void CheckpointStore::DiscardDamaged() const {
   std::error_code error;
   std::vector<fs::path> found;
   for (fs::directory_iterator entry(directory_, error), end; !error && entry != end; entry.increment(error)) {
-    if (entry->path().filename().string().rfind(kDamagedPrefix, 0) == 0) found.push_back(entry->path());
+    if (entry->path().filename().string().starts_with(kDamagedPrefix)) found.push_back(entry->path());
   }
   for (const fs::path& path : found) {
     TANDEM_LOG(kWarning, "checkpoint", "removed path=", path.string());
@@ -342,13 +345,11 @@ absl::StatusOr<std::optional<CheckpointState>> CheckpointStore::LoadNewest(const
   return std::nullopt;
 }
 
-// What is trained again may be equal to the manifest of a damaged one, which must not
-// be taken for written.
+// What is trained again may be equal to the manifest of a damaged one, which must not be taken for written.
 absl::Status CheckpointStore::SetAside(std::uint64_t step) const {
   const std::string path = DirectoryOf(step);
   const std::string aside = absl::StrCat(directory_, "/", kDamagedPrefix, fs::path(path).filename().string());
   std::error_code error;
-  fs::remove_all(aside, error);
   fs::rename(path, aside, error);
   if (error) return absl::InternalError(absl::StrCat("renaming ", path, " to ", aside, " failed: ", error.message()));
   TANDEM_LOG(kWarning, "checkpoint", "set aside path=", aside);

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/base/hash.h"
 #include "common/base/log.h"
+#include "common/base/printable.h"
 #include "common/rpc/channel.h"
 #include "google/protobuf/util/json_util.h"
 #include "trainer_server/http/live_page_document.h"
@@ -85,15 +86,6 @@ absl::Status FillFromQuery(std::string_view query, google::protobuf::Message* re
     }
   }
   return absl::OkStatus();
-}
-
-// At most `limit` bytes, cut between characters.
-void Shorten(std::string* text, std::size_t limit) {
-  if (text->size() <= limit) return;
-  std::size_t end = limit - 3;
-  while (end > 0 && (static_cast<unsigned char>((*text)[end]) & 0xc0) == 0x80) --end;
-  text->resize(end);
-  text->append("...");
 }
 
 std::unique_ptr<grpc::ClientContext> CallContext() {
@@ -281,8 +273,8 @@ HttpResponse LivePage::Completions(const std::string& job, std::string_view quer
   const auto context = CallContext();
   return LinesOf<v1::CompletionRecord>(
       context.get(), trainer_->Completions(context.get(), request).get(), +[](v1::CompletionRecord* record) {
-        Shorten(record->mutable_prompt(), kMaxTextBytes);
-        Shorten(record->mutable_completion(), kMaxTextBytes);
+        record->set_prompt(Shorten(std::move(*record->mutable_prompt()), kMaxTextBytes));
+        record->set_completion(Shorten(std::move(*record->mutable_completion()), kMaxTextBytes));
       });
 }
 

@@ -5,20 +5,13 @@
 #include <numeric>
 #include <utility>
 
+#include "common/base/printable.h"
+
 namespace tandem {
 namespace {
 
 constexpr std::size_t kMaxRecordPromptBytes = 64 << 10;
 constexpr std::size_t kMaxRecordCompletionBytes = 256 << 10;
-
-// At most `limit` bytes, cut between characters and ended by "..." when longer.
-std::string Shorten(std::string text, std::size_t limit) {
-  if (text.size() <= limit) return text;
-  std::size_t end = limit - 3;
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
-  text.resize(end);
-  return text + "...";
-}
 
 void AppendLossMetrics(const LossOptions& options, const LossMetrics& metrics, NamedValues* values) {
   if (metrics.token_count > 0) {

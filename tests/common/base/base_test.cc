@@ -93,6 +93,13 @@ TEST(BoundedQueueTest, PopWaitsForAPushAndForNoLongerThanAsked) {
   writer.join();
 }
 
+TEST(PrintableTest, LongTextIsCutBetweenCharacters) {
+  EXPECT_EQ(Shorten("abcdef", 6), "abcdef");
+  EXPECT_EQ(Shorten("abcdefg", 6), "abc...");
+  EXPECT_EQ(Shorten("ab\u00e9\u00e9\u00e9", 6), "ab...") << "the fourth byte is within a character";
+  EXPECT_EQ(Shorten("\u20ac\u20ac", 5), "...");
+}
+
 TEST(PrintableTest, WhatATerminalTakesForACommandIsSpelledOut) {
   const std::string harmless = "a\tb \xc3\xa9 \xf0\x9f\x98\x80 '\"\\";
   EXPECT_EQ(Printable(harmless, LineEnds::kEscape), harmless);

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <iterator>
 
+#include "absl/strings/str_cat.h"
 #include "common/base/clock.h"
 #include "tests/trainer_server/support/fake_model.h"
 #include "trainer_server/job/job_store.h"
@@ -19,6 +20,15 @@ std::string ReadText(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
+
+// Stores without a version had them too.
+constexpr char kTablesOfSchemaOne[] = R"(
+    CREATE TABLE jobs (ordinal INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL UNIQUE, name TEXT NOT NULL,
+      state INTEGER NOT NULL, request INTEGER NOT NULL DEFAULT 0, step INTEGER NOT NULL DEFAULT 0, num_steps INTEGER NOT NULL,
+      error TEXT NOT NULL DEFAULT '', submitted_at TEXT NOT NULL, job_text TEXT NOT NULL);
+    CREATE INDEX jobs_by_state ON jobs (state, ordinal);
+    CREATE TABLE resident (slot INTEGER PRIMARY KEY CHECK (slot = 0), job TEXT NOT NULL);
+)";
 
 class Database {
  public:
@@ -42,15 +52,10 @@ class Database {
 
 TEST(JobStoreUpgradeTest, StoreWithoutASchemaVersionKeepsItsJobs) {
   const std::string path = FreshDirectory("job_store_unversioned") + "/jobs.sqlite";
-  Database(path).Run(R"(
-    CREATE TABLE jobs (ordinal INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL UNIQUE, name TEXT NOT NULL,
-      state INTEGER NOT NULL, request INTEGER NOT NULL DEFAULT 0, step INTEGER NOT NULL DEFAULT 0, num_steps INTEGER NOT NULL,
-      error TEXT NOT NULL DEFAULT '', submitted_at TEXT NOT NULL, job_text TEXT NOT NULL);
-    CREATE INDEX jobs_by_state ON jobs (state, ordinal);
-    CREATE TABLE resident (slot INTEGER PRIMARY KEY CHECK (slot = 0), job TEXT NOT NULL);
+  Database(path).Run(absl::StrCat(kTablesOfSchemaOne, R"(
     INSERT INTO jobs (job, name, state, step, num_steps, submitted_at, job_text)
       VALUES ('a-1', 'a', 2, 5, 7, '2026-01-01T00:00:00Z', 'text');
-    INSERT INTO resident VALUES (0, 'a-1');)");
+    INSERT INTO resident VALUES (0, 'a-1');)"));
   EXPECT_EQ(Database(path).Version(), 0);
   for (int life = 0; life < 2; ++life) {
     const auto store = JobStore::Open(path);
@@ -66,12 +71,7 @@ TEST(JobStoreUpgradeTest, StoreWithoutASchemaVersionKeepsItsJobs) {
 // As the build before queues had priorities and submitters left it.
 TEST(JobStoreUpgradeTest, StoreOfSchemaOneGoesOnWithItsQueue) {
   const std::string path = FreshDirectory("job_store_one") + "/jobs.sqlite";
-  Database(path).Run(R"(
-    CREATE TABLE jobs (ordinal INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL UNIQUE, name TEXT NOT NULL,
-      state INTEGER NOT NULL, request INTEGER NOT NULL DEFAULT 0, step INTEGER NOT NULL DEFAULT 0, num_steps INTEGER NOT NULL,
-      error TEXT NOT NULL DEFAULT '', submitted_at TEXT NOT NULL, job_text TEXT NOT NULL);
-    CREATE INDEX jobs_by_state ON jobs (state, ordinal);
-    CREATE TABLE resident (slot INTEGER PRIMARY KEY CHECK (slot = 0), job TEXT NOT NULL);
+  Database(path).Run(absl::StrCat(kTablesOfSchemaOne, R"(
     INSERT INTO jobs (job, name, state, request, step, num_steps, error, submitted_at, job_text) VALUES
       ('a-1', 'a', 4, 0, 7, 7, '', '2026-01-01T00:00:00Z', 'text a'),
       ('b-1', 'b', 5, 0, 3, 7, 'why', '2026-01-01T00:00:01Z', 'text b'),
@@ -79,7 +79,7 @@ TEST(JobStoreUpgradeTest, StoreOfSchemaOneGoesOnWithItsQueue) {
       ('d-1', 'd', 3, 0, 1, 7, '', '2026-01-01T00:00:03Z', 'text d'),
       ('e-1', 'e', 1, 0, 0, 7, '', '2026-01-01T00:00:04Z', 'text e'),
       ('f-1', 'f', 1, 0, 0, 7, '', '2026-01-01T00:00:05Z', 'text f');
-    PRAGMA user_version = 1;)");
+    PRAGMA user_version = 1;)"));
   const auto store = JobStore::Open(path);
   ASSERT_TRUE(store.ok()) << store.status();
   EXPECT_EQ(Database(path).Version(), 2);
