@@ -69,7 +69,7 @@ def panel_script(panel, begin):
 def draw(panels, begin, path, columns):
     rows = -(-len(panels) // columns)
     script = (f"set terminal pngcairo noenhanced size {columns * WIDTH},{rows * HEIGHT} font 'sans,9'\nset output {quoted(path)}\n"
-              f"set multiplot layout {rows},{columns}\nset xlabel 'seconds'\nset grid lc rgb '#dddddd'\nset key below\n"
+              f"set multiplot layout {rows},{columns}\nset xlabel 'seconds'\nset grid lc rgb '#dddddd'\nset key below samplen 1\n"
               "set style fill solid 0.85\n")
     script += "".join(panel_script(panel, begin) for panel in panels)
     subprocess.run(["gnuplot"], input=script, text=True, check=True)

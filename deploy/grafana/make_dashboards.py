@@ -40,9 +40,11 @@ MEMORY = [
     ("Pool", [
         Panel("VRAM against the driver's figure", "bytes",
               [("tandem:region_bytes:by_region{PAIR}", "{{region}}"),
-               ('max(tandem_device_memory_bytes{PAIR, kind="outside_pool"})', "outside the pool"),
+               ("max(tandem_rollout_captured_steps_bytes{PAIR})", "captured decode steps"),
+               ('max(tandem_device_memory_bytes{PAIR, kind="outside_pool"}) - (max(tandem_rollout_captured_steps_bytes{PAIR}) or vector(0))',
+                "contexts and modules"),
                ("tandem:device_used_bytes:max{PAIR}", "driver: used")],
-              NEEDS_GPU + " Regions of the pool and what lies outside of it, stacked; the line is what the driver calls used.", stacked=True),
+              NEEDS_GPU + " Regions of the pool and what lies outside of it, stacked: decode steps kept as CUDA graphs, and the rest, other processes too; the line is what the driver calls used.", stacked=True),
         Panel("Pool by region", "bytes", [("tandem:region_bytes:by_region{PAIR}", "{{region}}")],
               "Without a GPU the pool is host memory.", stacked=True),
         Panel("Pool by owner and process", "bytes", [("tandem:memory_bytes:by_owner{PAIR}", "{{process}}: {{owner}}")],

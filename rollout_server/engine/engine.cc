@@ -603,6 +603,7 @@ void Engine::PublishStatus() {
                     .kv_blocks_used = status.kv_blocks_used,
                     .kv_blocks = status.kv_blocks_total,
                     .kv_block_bytes = options_.block_bytes,
+                    .captured_steps = model_->captured_steps(),
                     .is_paused = status.is_paused,
                     .queued_commands = commands_.size()});
   MutexLock lock(&mutex_);

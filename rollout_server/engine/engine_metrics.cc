@@ -41,6 +41,8 @@ void EngineMetrics::SetLoad(const Load& load) {
     metrics_->SetGauge(kKvCacheBytes, {"used"}, load.is_paused ? 0 : load.kv_blocks_used * block_bytes);
     metrics_->SetGauge(kKvCacheBytes, {"total"}, load.kv_blocks * block_bytes);
   }
+  metrics_->SetGauge(kRolloutCapturedSteps, {}, static_cast<double>(load.captured_steps.count));
+  metrics_->SetGauge(kRolloutCapturedStepsBytes, {}, static_cast<double>(load.captured_steps.size_bytes));
   metrics_->SetGauge(kRolloutPaused, {}, load.is_paused ? 1 : 0);
   metrics_->SetGauge(kRolloutQueuedCommands, {}, static_cast<double>(load.queued_commands));
 }

@@ -11,6 +11,7 @@
 #include "common/base/clock.h"
 #include "common/metrics/metrics.h"
 #include "proto/types.pb.h"
+#include "rollout_server/model/decoder_model.h"
 
 namespace tandem {
 
@@ -23,6 +24,11 @@ inline constexpr Metric kKvCacheUsage = {.name = "tandem_kv_cache_usage_perc", .
 inline constexpr Metric kKvCacheBytes = {.name = "tandem_kv_cache_bytes",
                                          .help = "KV blocks in the elastic region: used, total; 0 used while it is paused",
                                          .labels = {"kind"}};
+inline constexpr Metric kRolloutCapturedSteps = {.name = "tandem_rollout_captured_steps",
+                                                 .help = "Decode steps that are kept as CUDA graphs"};
+inline constexpr Metric kRolloutCapturedStepsBytes = {
+    .name = "tandem_rollout_captured_steps_bytes",
+    .help = "Device memory outside the pool that the driver took for captured steps; it keeps it for later ones"};
 inline constexpr Metric kRolloutPaused = {.name = "tandem_rollout_paused",
                                           .help = "1 while the trainer holds the elastic memory"};
 inline constexpr Metric kRolloutQueuedCommands = {
@@ -74,12 +80,28 @@ inline constexpr Metric kInterTokenLatencySeconds = {.name = "tandem_inter_token
 inline constexpr Metric kRolloutWeightVersion = {
     .name = "tandem_rollout_weight_version", .help = "Version that a job's requests use", .labels = {"job"}};
 
-inline constexpr std::array kRolloutMetrics = {
-    &kNumRequestsRunning,     &kNumRequestsWaiting,      &kMaxRequestsWaiting,         &kKvCacheUsage,
-    &kKvCacheBytes,           &kRolloutPaused,           &kRolloutQueuedCommands,      &kPromptTokensTotal,
-    &kGenerationTokensTotal,  &kNumPreemptionsTotal,     &kPrefixCacheQueriesTotal,    &kPrefixCacheHitsTotal,
-    &kRequestSuccessTotal,    &kRolloutBadLogitsTotal,   &kRolloutStepDurationSeconds, &kRolloutStageSecondsTotal,
-    &kRolloutStepTokensTotal, &kTimeToFirstTokenSeconds, &kInterTokenLatencySeconds,   &kRolloutWeightVersion};
+inline constexpr std::array kRolloutMetrics = {&kNumRequestsRunning,
+                                               &kNumRequestsWaiting,
+                                               &kMaxRequestsWaiting,
+                                               &kKvCacheUsage,
+                                               &kKvCacheBytes,
+                                               &kRolloutCapturedSteps,
+                                               &kRolloutCapturedStepsBytes,
+                                               &kRolloutPaused,
+                                               &kRolloutQueuedCommands,
+                                               &kPromptTokensTotal,
+                                               &kGenerationTokensTotal,
+                                               &kNumPreemptionsTotal,
+                                               &kPrefixCacheQueriesTotal,
+                                               &kPrefixCacheHitsTotal,
+                                               &kRequestSuccessTotal,
+                                               &kRolloutBadLogitsTotal,
+                                               &kRolloutStepDurationSeconds,
+                                               &kRolloutStageSecondsTotal,
+                                               &kRolloutStepTokensTotal,
+                                               &kTimeToFirstTokenSeconds,
+                                               &kInterTokenLatencySeconds,
+                                               &kRolloutWeightVersion};
 
 class EngineMetrics {
  public:
@@ -93,6 +115,7 @@ class EngineMetrics {
     int kv_blocks_used = 0;
     int kv_blocks = 0;
     std::uint64_t kv_block_bytes = 0;  // 0: not known
+    CapturedSteps captured_steps;
     bool is_paused = false;
     std::size_t queued_commands = 0;
   };

@@ -284,17 +284,18 @@ def check_rules(prometheus):
 
 
 def check_vram(prometheus, begin, end):
-    """Pool and what lay outside of it after the first step, against the driver's figure from then on."""
+    """Pool, captured decode steps and what else lay outside of the pool after the first step, against the driver's figure from then on."""
     steps, wrong = run_query(prometheus, 'min(tandem_train_step{pair="$pair"})', begin, end)
     if wrong:
         return fault(f"tandem_train_step: {wrong}")
     first = next((t for t, step in steps[0][1] if step >= 1), end)
-    outside, wrong = run_query(prometheus, 'max(tandem_device_memory_bytes{pair="$pair", kind="outside_pool"})', first, end)
+    outside, wrong = run_query(prometheus, 'max(tandem_device_memory_bytes{pair="$pair", kind="outside_pool"})'
+                               ' - max(tandem_rollout_captured_steps_bytes{pair="$pair"})', first, end)
     if wrong:
         return fault(f"memory outside the pool: {wrong}")
     values = [value for _, value in outside[0][1]]
     apart_mib = max(abs(value - values[0]) for value in values) / 2**20
-    print(f"VRAM: pool and the first figure outside of it follow the driver's within {apart_mib:.1f} MiB over {len(values)} looks", flush=True)
+    print(f"VRAM: pool, captured steps and the first figure of what else is outside follow the driver's within {apart_mib:.1f} MiB over {len(values)} looks", flush=True)
     if apart_mib > MOST_APART_MIB:
         fault(f"at most {MOST_APART_MIB} MiB")
 
