@@ -234,6 +234,24 @@ TEST_F(FaultTest, ADamagedCheckpointIsPassedOverForTheOneBefore) {
   EXPECT_EQ(pair_->Trajectory(job), undisturbed);
 }
 
+TEST_F(FaultTest, AHistoryThatWasCutCostsFiguresAndNoStep) {
+  MakePair("history");
+  StartPair();
+  const std::string undisturbed = RunUndisturbed();
+  const std::string job = Submit();
+  WaitForStep(job, 20);
+  pair_->Kill(Half::kTrainer);
+  const std::string path = pair_->data_dir(Half::kTrainer) + "/jobs/" + job + "/history.jsonl";
+  std::filesystem::resize_file(path, std::filesystem::file_size(path) / 3);
+  Restart(Half::kTrainer);
+  ExpectSucceeds(job);
+  EXPECT_THAT(pair_->log(Half::kTrainer), HasSubstr("a history was cut"));
+  const std::string cut = pair_->Trajectory(job);
+  ASSERT_LT(cut.size(), undisturbed.size());
+  const std::string end = cut.substr(cut.size() * 3 / 4);
+  EXPECT_THAT(undisturbed, testing::EndsWith(end)) << "what came after is as if nothing had been";
+}
+
 TEST_F(FaultTest, AJobWhoseCheckpointsAreAllDamagedFailsByNameAndTheNextOneRuns) {
   MakePair("checkpoints");
   StartPair();

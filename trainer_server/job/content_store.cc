@@ -87,7 +87,7 @@ void ContentStore::Drop(Partials::iterator partial) {
 void ContentStore::MakeRoom(std::uint64_t size_bytes) {
   while (!partials_.empty()) {
     const auto oldest = std::ranges::min_element(partials_, {}, [](const auto& entry) { return entry.second.since; });
-    const bool is_full = size_bytes <= limit_bytes_ && used_bytes_ > limit_bytes_ - size_bytes;
+    const bool is_full = used_bytes_ > limit_bytes_ - size_bytes;
     if (MonotonicTime::Now() - oldest->second.since < kPartialLife && partials_.size() <= kMaxPartials && !is_full) return;
     Drop(oldest);
   }
@@ -124,6 +124,14 @@ absl::StatusOr<std::unique_ptr<ContentStore::Upload>> ContentStore::BeginUpload(
     return absl::AbortedError(absl::StrCat("upload of ", sha256, ": offset_bytes ", offset_bytes, "; the store has the first ",
                                            partial_bytes, ": ask again where to begin"));
   }
+  std::uint64_t partials_bytes = 0;
+  for (const auto& [address, kept] : partials_) partials_bytes += kept.bytes;
+  const std::uint64_t held_bytes = used_bytes_ - partials_bytes;
+  if (size_bytes > limit_bytes_ ||
+      held_bytes > limit_bytes_ - size_bytes) {  // before any part that others may go on with is dropped
+    return absl::ResourceExhaustedError(
+        absl::StrCat("upload of ", size_bytes, " bytes: the store holds ", held_bytes, " of at most ", limit_bytes_));
+  }
   const std::string path = absl::StrCat(PartialPath(sha256), "-", next_upload_++);
   if (offset_bytes > 0) {
     if (::rename(PartialPath(sha256).c_str(), path.c_str()) != 0)
@@ -131,11 +139,6 @@ absl::StatusOr<std::unique_ptr<ContentStore::Upload>> ContentStore::BeginUpload(
   }
   if (partial != partials_.end()) Drop(partial);
   MakeRoom(size_bytes);
-  if (size_bytes > limit_bytes_ || used_bytes_ > limit_bytes_ - size_bytes) {
-    ::unlink(path.c_str());
-    return absl::ResourceExhaustedError(
-        absl::StrCat("upload of ", size_bytes, " bytes: the store holds ", used_bytes_, " of at most ", limit_bytes_));
-  }
   UniqueFd file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | (offset_bytes == 0 ? O_TRUNC : 0), 0644));
   if (!file.is_open()) return absl::InternalError(absl::StrCat("opening ", path, " failed: ", std::strerror(errno)));
   used_bytes_ += size_bytes;

@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
+#include "common/base/log.h"
 #include "google/protobuf/util/json_util.h"
 #include "nlohmann/json.hpp"
 #include "trainer_server/checkpoint/durable_file.h"
@@ -99,7 +100,22 @@ std::optional<HistoryEvent> FromJsonLine(const std::string& line) {
   return event;
 }
 
-absl::StatusOr<HistoryWriter> HistoryWriter::Open(const std::string& directory, std::uint64_t keep_bytes) {
+namespace {
+
+// The whole lines at the front of a history that tell of `step` or earlier ones.
+std::uint64_t BytesUpTo(const std::string& path, std::uint64_t step) {
+  std::ifstream file(path, std::ios::binary);
+  std::uint64_t size_bytes = 0;
+  for (std::string line; std::getline(file, line) && !file.eof(); size_bytes += line.size() + 1) {
+    const std::optional<HistoryEvent> event = FromJsonLine(line);
+    if (!event.has_value() || event->step > step) break;
+  }
+  return size_bytes;
+}
+
+}  // namespace
+
+absl::StatusOr<HistoryWriter> HistoryWriter::Open(const std::string& directory, std::uint64_t keep_bytes, std::uint64_t step) {
   TANDEM_RETURN_IF_ERROR(MakeDirectories(directory + "/completions"));
   const std::string path = directory + "/history.jsonl";
   UniqueFd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
@@ -107,7 +123,10 @@ absl::StatusOr<HistoryWriter> HistoryWriter::Open(const std::string& directory, 
   struct stat status = {};
   if (::fstat(file.get(), &status) != 0) return SystemError("reading " + path);
   if (static_cast<std::uint64_t>(status.st_size) < keep_bytes) {
-    return absl::DataLossError(absl::StrCat(path, " has ", status.st_size, " bytes; the checkpoint was made at ", keep_bytes));
+    const std::uint64_t whole_bytes = BytesUpTo(path, step);
+    TANDEM_LOG(kWarning, "job", "a history was cut, what it lost is not told again path=", path, " bytes=", status.st_size,
+               " of=", keep_bytes, " kept=", whole_bytes, " step=", step);
+    keep_bytes = whole_bytes;
   }
   if (::ftruncate(file.get(), static_cast<off_t>(keep_bytes)) != 0) return SystemError("cutting " + path);
   return HistoryWriter(directory, std::move(file), keep_bytes);
@@ -132,22 +151,23 @@ absl::Status HistoryWriter::Sync() {
 
 absl::Status HistoryWriter::WriteCompletions(std::uint64_t step, std::span<const v1::CompletionRecord> records) {
   const std::string path = CompletionsPath(directory_, step), partial = path + ".partial";
+  absl::Status written;
   {
     std::ofstream file(partial, std::ios::binary | std::ios::trunc);
     google::protobuf::util::JsonPrintOptions options;
     options.preserve_proto_field_names = true;
     for (const v1::CompletionRecord& record : records) {
       std::string line;
-      if (!google::protobuf::util::MessageToJsonString(record, &line, options).ok()) {
-        return absl::InternalError(absl::StrCat("step ", step, ": a completion cannot be written as JSON"));
-      }
+      if (!google::protobuf::util::MessageToJsonString(record, &line, options).ok())
+        written = absl::InternalError(absl::StrCat("step ", step, ": a completion cannot be written as JSON"));
       file << line << '\n';
     }
     file.flush();
-    if (!file) return SystemError("writing " + partial);
+    if (!file) written = SystemError("writing " + partial);
   }
-  if (std::rename(partial.c_str(), path.c_str()) != 0) return SystemError("renaming " + partial);
-  return absl::OkStatus();
+  if (written.ok() && std::rename(partial.c_str(), path.c_str()) != 0) written = SystemError("renaming " + partial);
+  if (!written.ok()) ::unlink(partial.c_str());  // what is in it takes room that a full disk has better use for
+  return written;
 }
 
 void HistoryReader::GoTo(std::uint64_t offset) {

@@ -51,8 +51,9 @@ std::optional<HistoryEvent> FromJsonLine(const std::string& line);
 
 class HistoryWriter {
  public:
-  // Opens `directory`/history.jsonl and cuts it back to `keep_bytes`. Errors: DATA_LOSS when it is shorter than that.
-  static absl::StatusOr<HistoryWriter> Open(const std::string& directory, std::uint64_t keep_bytes);
+  // Opens `directory`/history.jsonl and cuts it back to the `keep_bytes` that it had after `step`. One that is shorter was
+  // damaged: the log tells of it, and the whole lines of steps up to `step` stay.
+  static absl::StatusOr<HistoryWriter> Open(const std::string& directory, std::uint64_t keep_bytes, std::uint64_t step);
 
   // One write(2) a line. The file is synced with the next checkpoint: Sync.
   absl::Status Append(const HistoryEvent& event);

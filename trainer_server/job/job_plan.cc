@@ -74,7 +74,8 @@ void CheckSampling(const JobSurroundings& surroundings, const std::string& prefi
   sampled.Expect(sampling->top_p() > 0 && sampling->top_p() <= 1, "top_p", sampling->top_p(), "> 0 and <= 1");
   sampled.Expect(sampling->min_p() >= 0 && sampling->min_p() < 1, "min_p", sampling->min_p(), ">= 0 and < 1");
   if (sampling->repetition_penalty() == 0) sampling->set_repetition_penalty(1);
-  sampled.Expect(IsFinitePositive(sampling->repetition_penalty()), "repetition_penalty", sampling->repetition_penalty(), "> 0");
+  sampled.Expect(sampling->repetition_penalty() >= 0.01 && sampling->repetition_penalty() <= 100, "repetition_penalty",
+                 sampling->repetition_penalty(), "0.01 to 100");
   sampled.Expect(std::abs(sampling->presence_penalty()) <= 2, "presence_penalty", sampling->presence_penalty(), "-2 to 2");
   const auto max_positions = static_cast<std::uint64_t>(surroundings.model.max_positions);
   sampled.Range("max_tokens", sampling->max_tokens(), 1, max_positions > 1 ? max_positions - 1 : 1);
@@ -138,14 +139,18 @@ void CheckUpdates(v1::JobSpec* spec, const LossOptions& options, const Advantage
   }
 }
 
+std::string JoinNames(const std::vector<LinearKind>& kinds) {
+  return absl::StrJoin(kinds, ", ", [](std::string* out, LinearKind kind) { *out += LinearKindName(kind); });
+}
+
 // A start adapter is trained on as it is: its shape and scale are the job's.
 void CheckStartShape(const PeftConfig& config, const v1::AdapterConfig& adapter, const JobPlan& plan, Lines* faults) {
   const FieldCheck check("adapter.", faults);
   check.Expect(config.rank == plan.policy.rank, "rank", adapter.rank(), absl::StrCat("the start adapter's ", config.rank));
   check.Expect(static_cast<float>(config.scale()) == plan.policy.scale, "alpha", adapter.alpha(),
                absl::StrCat("such that the scale, ", plan.policy.scale, ", is the start adapter's ", config.scale()));
-  check.Expect(config.targets == plan.policy.targets, "targets", absl::StrCat(plan.policy.targets.size(), " linears"),
-               absl::StrCat("the start adapter's ", config.targets.size()));
+  check.Expect(config.targets == plan.policy.targets, "targets", JoinNames(plan.policy.targets),
+               absl::StrCat("the start adapter's ", JoinNames(config.targets)));
 }
 
 void CheckStartAdapter(const JobSurroundings& surroundings, const v1::AdapterConfig& adapter, const JobPlan& plan,
@@ -414,7 +419,7 @@ void CheckRows(const JobSurroundings& surroundings, const JobPlan& plan, const R
       Take(prompt->token_ids.size(), *further, lengths);
     }
   }
-  if (num_faults == kMaxRowFaults) faults->push_back(absl::StrCat(field, ": further rows were not checked"));
+  if (num_faults >= kMaxRowFaults) faults->push_back(absl::StrCat(field, ": further rows were not checked"));
 }
 
 // Of which rows. False when that is a fault already.
@@ -674,7 +679,8 @@ absl::Status MeasureMemory(const JobSurroundings& surroundings, const NodeMemory
   needs.longest_evaluation_prompt_tokens =
       plan->evaluation_prompts.has_value() ? plan->evaluation_prompts->longest + (own - std::min(own, max_tokens)) : 0;
   const std::uint64_t evaluation_further = plan->evaluation_prompts.has_value() ? plan->evaluation_prompts->most_further : 0;
-  needs.max_completion_tokens = max_tokens + std::max(plan->prompts->most_further, evaluation_further);
+  needs.further_tokens = std::max(plan->prompts->most_further, evaluation_further);
+  needs.max_completion_tokens = max_tokens + needs.further_tokens;
   needs.micro_batch_tokens = spec.batch().micro_batch_tokens();
   needs.logit_chunk = spec.batch().logit_chunk();
   needs.updates_per_rollout = updates;

@@ -33,6 +33,7 @@ class JobRunner {
   // Interrupts the step under way, writes a checkpoint of the last one and joins the thread; the running job stays RUNNING in the
   // store. Idempotent.
   void Stop();
+  bool is_stopping() const;
 
   // Something in the store changed: a job came, or a request for the running one.
   void Notify();
@@ -72,7 +73,6 @@ class JobRunner {
   void Changed(const std::string& running_job, const std::string& phase);
   void ExportState() const;
   void ExportQueue() const;
-  bool is_stopping() const;
   // The series of jobs that ended long enough ago to have been scraped.
   void ForgetEndedJobs();
 

@@ -208,7 +208,8 @@ absl::Status TrainingLoop::ResumeOrBegin(const std::string& directory) {
   state_.seed = plan_.spec.seed();
   if (resumed.has_value()) state_ = *resumed;
   trained_.optimizer_steps = state_.optimizer_steps;
-  TANDEM_ASSIGN_OR_RETURN(history_, HistoryWriter::Open(directory, state_.history_bytes));
+  TANDEM_ASSIGN_OR_RETURN(history_, HistoryWriter::Open(directory, state_.history_bytes, state_.step));
+  state_.history_bytes = history_->size_bytes();
   TANDEM_LOG(kInfo, "job", resumed.has_value() ? "resumed" : "begins", " job=", job_, " step=", state_.step,
              " of=", plan_.spec.num_steps());
   if (resumed.has_value()) return absl::OkStatus();
@@ -288,7 +289,7 @@ void TrainingLoop::ReportFailures(const std::vector<RewardFailure>& failures) {
 // A data set may hold longer prompts than those that the plan was made with.
 absl::Status TrainingLoop::CheckPrompts(const std::vector<Prompt>& prompts, const DataSet& data, std::uint64_t max_tokens) const {
   const std::uint64_t limit = plan_.memory.figures.largest_context_tokens();
-  const std::uint64_t further = plan_.needs.max_completion_tokens - plan_.spec.rollout().sampling().max_tokens();
+  const std::uint64_t further = plan_.needs.further_tokens;
   const std::uint64_t completion = max_tokens + further;
   for (const Prompt& prompt : prompts) {
     if (prompt.token_ids.size() + completion <= limit) continue;
@@ -388,6 +389,7 @@ absl::Status TrainingLoop::RunStep() {
   TANDEM_ASSIGN_OR_RETURN(const std::vector<RewardMetrics> functions, plan_.rewards->Summarize(table));
   environment_.on_phase("training");
   TANDEM_ASSIGN_OR_RETURN(const StepReport report, Train(step, groups));
+  is_recorded_ = false;
   if (report.peak_bytes > 0) has_evaluated_in_phase_ = false;
   if (moves_reference() && step % plan_.spec.loss().reference_sync().interval_steps() == 0)
     TANDEM_RETURN_IF_ERROR(SyncReference());
@@ -430,6 +432,7 @@ absl::Status TrainingLoop::RunStep() {
   TANDEM_RETURN_IF_ERROR(
       history_->WriteCompletions(step, CompletionRecords(step, *plan_.rewards, *environment_.tokenizer, groups, report)));
   TANDEM_RETURN_IF_ERROR(history_->Append(event));
+  is_recorded_ = true;
   state_.history_bytes = history_->size_bytes();
   ExportHistory(event, job_, environment_.metrics);
   ExportStep(report);
@@ -532,6 +535,9 @@ bool TrainingLoop::is_checkpoint_due() const {
 }
 
 absl::Status TrainingLoop::WriteCheckpoint() {
+  if (!is_recorded_)
+    return absl::FailedPreconditionError(absl::StrCat(
+        "no checkpoint of step ", state_.step, ", whose figures could not be written: the job resumes from the one before"));
   TANDEM_RETURN_IF_ERROR(history_->Sync());
   TANDEM_RETURN_IF_ERROR(checkpoints_->Write(state_, job_text_, arrays(), plan_.spec.checkpoint().keep()));
   environment_.metrics->SetGauge(kCheckpointTimestampSeconds, {job_}, NowSeconds());

@@ -92,7 +92,8 @@ class TrainingLoop {
   // By the job's own rule, or for want of further steps.
   bool is_finished() const;
   bool is_checkpoint_due() const;
-  // Of the last step boundary.
+  // Of the last step boundary. Errors: FAILED_PRECONDITION (the step was trained and its record could not be written: it has to
+  // be done again).
   absl::Status WriteCheckpoint();
 
   bool has_published() const { return publisher_->version() > 0; }
@@ -100,8 +101,6 @@ class TrainingLoop {
   absl::Status Reactivate() { return publisher_->Reactivate(); }
   // Frees all but the adapter in use, which `generate` may still ask for.
   void KeepOnlyAdapter();
-  // Before the loop's memory may be used by another.
-  absl::Status Retire() { return publisher_->Retire(); }
   const std::string& job() const { return job_; }
 
  private:
@@ -160,6 +159,7 @@ class TrainingLoop {
   std::unique_ptr<StepDriver> driver_;  // null: the next step makes it
   std::optional<CheckpointStore> checkpoints_;
   std::optional<HistoryWriter> history_;
+  bool is_recorded_ = true;  // what was trained
   TrainedState trained_;
   CheckpointState state_;  // of the last step boundary
   std::vector<double> recent_step_seconds_;

@@ -324,12 +324,17 @@ std::string PassFault(const Arithmetic& arithmetic, const NodeMemory& node, cons
   return "";
 }
 
+std::string CompletionTokens(const JobMemory& job) {
+  return absl::StrCat(job.max_completion_tokens - job.further_tokens,
+                      job.further_tokens == 0 ? "" : absl::StrCat(" and ", job.further_tokens, " tokens of further turns"));
+}
+
 void FindMicroBatchFaults(const JobMemory& job, std::uint64_t context, const std::string& pass_fault, PlannedMemory* planned) {
   const std::string field = absl::StrCat("batch.micro_batch_tokens: ", job.micro_batch_tokens);
   if (context > job.micro_batch_tokens) {
     planned->faults.push_back(absl::StrCat(field, "; must be at least ", context, ", the longest prompt of ",
                                            job.longest_prompt_tokens, " tokens and rollout.sampling.max_tokens ",
-                                           job.max_completion_tokens, ", or 0"));
+                                           CompletionTokens(job), ", or 0"));
   } else if (!pass_fault.empty()) {
     planned->faults.push_back(absl::StrCat(field, "; must be small enough, ", context, " is: ", pass_fault));
   }
@@ -346,7 +351,7 @@ void FindContextFaults(const Arithmetic& arithmetic, const JobMemory& job, const
   if (!pass_fault.empty()) reasons.push_back(pass_fault);
   for (const std::string& reason : reasons) {
     planned->faults.push_back(
-        absl::StrCat("rollout.sampling.max_tokens: ", job.max_completion_tokens, ", with prompts of up to ",
+        absl::StrCat("rollout.sampling.max_tokens: ", CompletionTokens(job), ", with prompts of up to ",
                      std::max(job.longest_prompt_tokens, job.longest_evaluation_prompt_tokens), " tokens; ",
                      plan.largest_context_tokens() == 0
                          ? "no context fits on this node"

@@ -50,9 +50,10 @@ struct JobMemory {
   std::uint64_t shortest_prompt_tokens = 1;  // 0: prompts are scored too
   std::uint64_t longest_prompt_tokens = 1;
   std::uint64_t longest_evaluation_prompt_tokens = 0;  // drawn from, never trained on
-  std::uint64_t max_completion_tokens = 1;
-  std::uint64_t micro_batch_tokens = 0;  // see MicroBatchLimit
-  std::uint64_t logit_chunk = 0;         // rows of one head tile; 0: chosen
+  std::uint64_t max_completion_tokens = 1;             // further turns with it
+  std::uint64_t further_tokens = 0;                    // of those turns
+  std::uint64_t micro_batch_tokens = 0;                // see MicroBatchLimit
+  std::uint64_t logit_chunk = 0;                       // rows of one head tile; 0: chosen
   std::uint64_t updates_per_rollout = 1;
   std::uint64_t scoring_passes = 0;  // of a step, beside the updates
   std::uint64_t live_sequences = 0;  // asked for; 0: as many as the rollout server runs

@@ -29,19 +29,35 @@ std::uint64_t NumberNamed(const std::string& path, const std::string& name) {
   return 0;
 }
 
-std::uint64_t AvailableHostBytes() {
-  const std::uint64_t available = NumberNamed("/proc/meminfo", "MemAvailable:") * kKiB;
-  const auto limit = NumberIn("/sys/fs/cgroup/memory.max"), used = NumberIn("/sys/fs/cgroup/memory.current");
-  if (!limit.has_value() || !used.has_value()) return available;
-  const std::string stat = "/sys/fs/cgroup/memory.stat";
+// What a group of processes may still take; nullopt: it has no limit of its own.
+std::optional<std::uint64_t> LeftInGroup(const std::string& folder) {
+  const auto limit = NumberIn(folder + "/memory.max"), used = NumberIn(folder + "/memory.current");
+  if (!limit.has_value() || !used.has_value()) return std::nullopt;
+  const std::string stat = folder + "/memory.stat";
   const std::uint64_t cached = NumberNamed(stat, "inactive_file") + NumberNamed(stat, "active_file");  // given up when asked for
-  return std::min(available, *limit - std::min(*limit, *used - std::min(*used, cached)));
+  return *limit - std::min(*limit, *used - std::min(*used, cached));
+}
+
+// Of this process, in the one hierarchy of version 2; "/" where it sees no more.
+std::string GroupOfThisProcess(const std::string& proc) {
+  std::ifstream file(proc + "/self/cgroup");
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with("0::/") && line.find("/../") == std::string::npos) return line.substr(3);
+  return "/";
 }
 
 }  // namespace
 
+std::uint64_t AvailableHostBytes(const std::string& proc, const std::string& groups) {
+  std::uint64_t bytes = NumberNamed(proc + "/meminfo", "MemAvailable:") * kKiB;
+  for (std::string group = GroupOfThisProcess(proc);; group = group.substr(0, group.rfind('/'))) {
+    bytes = std::min(bytes, LeftInGroup(groups + group).value_or(bytes));
+    if (group.empty()) return bytes;
+  }
+}
+
 // The rest is for what is no layer input: data sets, checkpoints on their way, page cache.
-std::uint64_t LayerInputHostLimit() { return AvailableHostBytes() / 8 * 7; }
+std::uint64_t LayerInputHostLimit() { return AvailableHostBytes("/proc", "/sys/fs/cgroup") / 8 * 7; }
 
 NodeMemoryReader::NodeMemoryReader(Options options, const PoolMember* member, const RolloutPeer* peer)
     : options_(std::move(options)), member_(member), peer_(peer) {}

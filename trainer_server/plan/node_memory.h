@@ -34,8 +34,10 @@ class NodeMemoryReader {
   std::optional<v1::RolloutMemory> heard_ ABSL_GUARDED_BY(mutex_);
 };
 
-// What passes may page-lock for the inputs of layers, of the memory that this host, or the group of processes that this one is
-// confined to, has left. 0 where the system does not say.
+// What this host has left, or the least that a group of processes has left, of this one's and of those around it. `proc` and
+// `groups`: where the system tells, /proc and /sys/fs/cgroup. 0 where it does not.
+std::uint64_t AvailableHostBytes(const std::string& proc, const std::string& groups);
+// What passes may page-lock of it for the inputs of layers.
 std::uint64_t LayerInputHostLimit();
 
 }  // namespace tandem

@@ -97,10 +97,4 @@ absl::Status AdapterPublisher::Reactivate() {
   return activated;
 }
 
-absl::Status AdapterPublisher::Retire() {
-  const absl::Status retired = RetireAdapter(peer_, options_.job, options_.activate_deadline);
-  is_outcome_known_ = retired.ok();
-  return absl::IsUnavailable(retired) ? absl::OkStatus() : retired;
-}
-
 }  // namespace tandem

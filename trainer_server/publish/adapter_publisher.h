@@ -36,8 +36,6 @@ class AdapterPublisher {
   absl::Status PublishWhenServing(std::uint64_t version, std::span<const std::byte> adapter);
   // Makes the version in use known again to a rollout server that came back or whose answer was lost. Requires: a version in use.
   absl::Status Reactivate();
-  // Ends the use of the slots; they may then be freed. OK when the rollout server is away: what it read died with it.
-  absl::Status Retire();
 
   std::uint64_t version() const { return version_; }  // 0: none yet
 

@@ -208,9 +208,11 @@ absl::StatusOr<std::vector<RolloutGroup>> RolloutClient::Draw(const RolloutUnit&
       TANDEM_RETURN_IF_ERROR(peer_->Pause(absl::Milliseconds(100)));
       continue;
     }
-    if (!is_gone && !(is_forgotten && ++lost_attempts < options_.max_lost_attempts)) {
-      return Annotate(status, absl::StrCat("drawing ", unit.prompts.size(), " groups of ", unit.group_size, " at version ",
-                                           unit.weight_version));
+    const bool is_last = ++lost_attempts >= options_.max_lost_attempts;
+    if (is_last || !(is_gone || is_forgotten)) {
+      return Annotate(
+          is_gone ? absl::UnavailableError(status.message()) : status,
+          absl::StrCat("drawing ", unit.prompts.size(), " groups of ", unit.group_size, " at version ", unit.weight_version));
     }
     TANDEM_LOG(kWarning, "rollout", "unit is drawn again version=", unit.weight_version,
                " because=", std::string(status.message()));

@@ -35,7 +35,7 @@ class RolloutClient {
     std::size_t vocab_size = 0;
     absl::Duration unit_deadline = absl::Hours(2);  // of one attempt
     int max_busy_attempts = 600;                    // while the server's queue is full, a tenth of a second apart
-    int max_lost_attempts = 20;                     // while it does not know the adapter although it was just activated
+    int max_lost_attempts = 20;                     // that end with the server gone, or without the adapter just activated
   };
   // `reactivate` makes the rollout server use the current adapter again after it came back.
   RolloutClient(RolloutPeer* peer, std::function<absl::Status()> reactivate, Options options);

@@ -133,6 +133,36 @@ class JobService::StreamPlace {
   const bool is_granted_;
 };
 
+class JobService::PlanTurn {
+ public:
+  PlanTurn(JobService* service, const grpc::ServerContext& context)
+      : service_(service), place_(&service->num_planners_, kMaxStreams, "calls that submit or plan"), status_(place_.status()) {
+    if (!status_.ok()) return;
+    MutexLock lock(&service_->plans_mutex_);
+    while (service_->num_plans_ >= kMaxPlans) {
+      if (context.IsCancelled()) status_ = grpc::Status::CANCELLED;
+      if (service_->runner_->is_stopping()) status_ = ToGrpc(absl::UnavailableError("trainer_server stops"));
+      if (!status_.ok()) return;
+      service_->plan_ended_.WaitFor(&service_->plans_mutex_, absl::Milliseconds(100));
+    }
+    ++service_->num_plans_;
+  }
+  ~PlanTurn() {
+    if (!status_.ok()) return;
+    MutexLock lock(&service_->plans_mutex_);
+    --service_->num_plans_;
+    service_->plan_ended_.Signal();
+  }
+  PlanTurn(const PlanTurn&) = delete;
+  PlanTurn& operator=(const PlanTurn&) = delete;
+  const grpc::Status& status() const { return status_; }
+
+ private:
+  JobService* const service_;
+  const StreamPlace place_;
+  grpc::Status status_;
+};
+
 template <typename Transfer>
 bool JobService::InTime(grpc::ServerContext* context, const Transfer& transfer) {
   const StreamWatch::Wait wait(&stream_watch_, context, MonotonicTime::Now() + kMessageTimeout);
@@ -190,6 +220,8 @@ absl::StatusOr<JobPlan> JobService::PlanFor(const grpc::ServerContext& context, 
 }
 
 grpc::Status JobService::Submit(grpc::ServerContext* context, const v1::SubmitRequest* request, v1::SubmitResponse* response) {
+  const PlanTurn turn(this, *context);
+  if (!turn.status().ok()) return turn.status();
   std::string submitter;
   auto plan = PlanFor(*context, request->job_text(), &submitter);
   if (!plan.ok()) return ToGrpc(plan.status());
@@ -207,6 +239,8 @@ grpc::Status JobService::Submit(grpc::ServerContext* context, const v1::SubmitRe
 }
 
 grpc::Status JobService::Plan(grpc::ServerContext* context, const v1::PlanRequest* request, v1::PlanResponse* response) {
+  const PlanTurn turn(this, *context);
+  if (!turn.status().ok()) return turn.status();
   auto plan = PlanFor(*context, request->job_text(), nullptr);
   if (!plan.ok()) return ToGrpc(plan.status());
   plan->needs.live_sequences = request->live_sequences();
@@ -294,6 +328,7 @@ grpc::Status JobService::Watch(grpc::ServerContext* context, const v1::WatchRequ
       sent = *status;
     }
     if (HasEnded(status->state()) || request->until_now()) return grpc::Status::OK;
+    if (runner_->is_stopping()) return ToGrpc(absl::UnavailableError("trainer_server stops"));
     // The more watchers there are the less often each looks, so that they do not slow the steps that they watch.
     absl::SleepFor(absl::Seconds(static_cast<double>(num_watchers_.load()) / kLooksPerSecond));
     change = runner_->WaitForChange(change, absl::Milliseconds(500));

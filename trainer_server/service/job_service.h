@@ -6,6 +6,8 @@
 #include <memory>
 #include <string>
 
+#include "absl/base/thread_annotations.h"
+#include "common/base/mutex.h"
 #include "common/rpc/access.h"
 #include "common/rpc/stream_watch.h"
 #include "proto/job.grpc.pb.h"
@@ -28,7 +30,8 @@ class JobService final : public v1::JobService::Service {
   };
   static constexpr int kMaxStreams = 64;  // Upload, Completions and Export calls at a time
   static constexpr int kMaxWatchers = 1024;
-  static constexpr int kLooksPerSecond = 1000;                          // of all watchers together
+  static constexpr int kMaxPlans = 4;           // Submit and Plan calls that read their data and start their workers, at a time
+  static constexpr int kLooksPerSecond = 1000;  // of all watchers together
   static constexpr absl::Duration kMessageTimeout = absl::Seconds(20);  // for one message of a stream, to come or to go
 
   JobService(Options options, JobStore* store, ContentStore* content, JobRunner* runner);
@@ -59,6 +62,9 @@ class JobService final : public v1::JobService::Service {
  private:
   // One of so many places; RAII. Errors: RESOURCE_EXHAUSTED.
   class StreamPlace;
+  // One of kMaxPlans turns, which may have to be waited for; RAII. Errors: RESOURCE_EXHAUSTED (kMaxStreams wait), UNAVAILABLE
+  // (the trainer stops), CANCELLED.
+  class PlanTurn;
   // Writes or reads a message; false when the stream has ended, or took longer than kMessageTimeout.
   template <typename Transfer>
   bool InTime(grpc::ServerContext* context, const Transfer& transfer);
@@ -74,7 +80,10 @@ class JobService final : public v1::JobService::Service {
   JobStore* const store_;
   ContentStore* const content_;
   JobRunner* const runner_;
-  std::atomic<int> num_streams_ = 0, num_watchers_ = 0;
+  std::atomic<int> num_streams_ = 0, num_watchers_ = 0, num_planners_ = 0;
+  Mutex plans_mutex_;
+  CondVar plan_ended_;
+  int num_plans_ ABSL_GUARDED_BY(plans_mutex_) = 0;
   StreamWatch stream_watch_;
 };
 

@@ -6,6 +6,9 @@
 namespace tandem {
 
 absl::Status ElasticPhase::Enter() {
+  // Kept after a release whose answer never came: the peer may have the region all the same, so it is given back before it is
+  // used.
+  if (options_.member->holds_elastic()) TANDEM_RETURN_IF_ERROR(Leave());
   const MonotonicTime limit = MonotonicTime::Now() + peer_->patience();
   RepeatedLog refusals("step");
   while (!options_.member->holds_elastic()) {

@@ -75,7 +75,6 @@ absl::StatusOr<StepReport> StepDriver::Run(std::uint64_t step, std::span<const S
     if (!restored.ok()) return Annotate(restored, absl::StrCat("step ", step, ": restoring what it began with"));
   }
   if (!report.ok()) state_->optimizer_steps = saved_optimizer_steps;
-  // An interrupted wait leaves the region with the trainer; the next phase then begins with it.
   const absl::Status left = phase_->Leave();
   if (!report.ok()) return Annotate(report.status(), absl::StrCat("step ", step));
   if (!left.ok()) TANDEM_LOG(kWarning, "step", "elastic region kept because=", std::string(left.message()));

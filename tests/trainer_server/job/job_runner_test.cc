@@ -22,6 +22,7 @@
 namespace tandem {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -865,7 +866,7 @@ TEST_F(JobRunnerTest, PrerequisitesAndPrioritiesAreCheckedWhenAJobIsSubmitted) {
   EXPECT_EQ(refusal(start + "rank: 3 alpha: 6 }"), "adapter.rank: 3; must be the start adapter's 2");
   EXPECT_THAT(refusal(start + "alpha: 5 }"), HasSubstr("adapter.alpha: 5; must be such that the scale"));
   EXPECT_THAT(refusal(start + "targets: LINEAR_KIND_Q_PROJ }"),
-              HasSubstr("adapter.targets: 1 linears; must be the start adapter's 7"));
+              HasSubstr("adapter.targets: q_proj; must be the start adapter's q_proj, k_proj, v_proj"));
   EXPECT_EQ(refusal("adapter { start_best: true }"), "adapter.start_best: true; must be given with start_job");
   v1::JobSpec plain;
   ASSERT_TRUE(google::protobuf::TextFormat::ParseFromString(JobText(3), &plain));
@@ -1086,6 +1087,48 @@ TEST_F(JobRunnerTest, DrawnPromptLongerThanTheContextFailsTheJobByItsLine) {
 }
 
 // CASES C45: a checkpoint without its optimizer state fails the job; it does not start cold.
+// A disk that is full when a step's completions are written: the step counts as not done.
+TEST_F(JobRunnerTest, StepWhoseRecordCannotBeWrittenIsDoneAgain) {
+  const std::string undisturbed = Undisturbed(JobText(8)), directory = FreshDirectory("unrecorded");
+  auto trainer = NewTrainer(directory);
+  const std::string job = *trainer->Submit(JobText(8)), completions = directory + "/jobs/" + job + "/completions";
+  const std::string partial = completions + "/step-000005.jsonl.partial";
+  std::filesystem::create_directories(completions);
+  std::filesystem::create_symlink("/dev/full", partial);
+  trainer->Start();
+  const v1::JobStatus failed = trainer->WaitForState(job, v1::JOB_STATE_FAILED);
+  EXPECT_THAT(failed.error(), AllOf(HasSubstr(partial), HasSubstr("no checkpoint of step 5")));
+  EXPECT_FALSE(std::filesystem::is_symlink(partial)) << "what was written takes no room";
+  grpc::ClientContext context;
+  v1::ResumeRequest resume;
+  resume.set_job(job);
+  v1::JobStatus status;
+  ASSERT_TRUE(trainer->stub_->Resume(&context, resume, &status).ok());
+  trainer->WaitFor(job, [](const v1::JobStatus& now) { return now.state() == v1::JOB_STATE_SUCCEEDED; });
+  EXPECT_EQ(Trajectory(directory, job), undisturbed);
+}
+
+// More callers than have a turn, and all are served.
+TEST_F(JobRunnerTest, PlansAreMadeInTurn) {
+  auto trainer = NewTrainer(FreshDirectory("turns"));
+  trainer->Start();
+  ASSERT_TRUE(trainer->Submit(JobText(1)).ok());
+  std::vector<std::jthread> callers;
+  std::atomic<int> num_planned = 0;
+  for (int i = 0; i < 6 * JobService::kMaxPlans; ++i) {
+    callers.emplace_back([&] {
+      grpc::ClientContext context;
+      context.set_deadline(GrpcDeadline(MonotonicTime::Now() + absl::Minutes(2)));
+      v1::PlanRequest plan;
+      plan.set_job_text(JobText(4));
+      v1::PlanResponse planned;
+      if (trainer->stub_->Plan(&context, plan, &planned).ok()) ++num_planned;
+    });
+  }
+  callers.clear();
+  EXPECT_EQ(num_planned, 6 * JobService::kMaxPlans);
+}
+
 TEST_F(JobRunnerTest, DamagedCheckpointFailsTheJobByName) {
   const std::string directory = FreshDirectory("damaged");
   std::string job;

@@ -556,6 +556,9 @@ TEST(ContentStoreTest, PartialContentThatIsWrongOldOrInTheWayGoes) {
   { const auto upload = *store->BeginUpload(Sha256Hex("d"), 70); }
   EXPECT_EQ(partial("b"), 0u);  // the older
   EXPECT_EQ(partial("c"), 30u);
+  const auto refused = store->BeginUpload(Sha256Hex("e"), 101);
+  EXPECT_TRUE(absl::IsResourceExhausted(refused.status()));
+  EXPECT_EQ(partial("c"), 30u) << "what cannot come in anyway drops nobody's part";
   const std::string path = directory + "/partial-" + Sha256Hex("c");
   std::filesystem::last_write_time(path, std::filesystem::file_time_type::clock::now() - std::chrono::hours(25));
   store.reset();
@@ -652,7 +655,7 @@ TEST_F(JobStoreTest, ListsPagesNewestFirst) {
 
 TEST(HistoryTest, IsCutBackReadAsItGrowsAndKeepsEveryBit) {
   const std::string directory = FreshDirectory("history");
-  auto writer = *HistoryWriter::Open(directory, 0);
+  auto writer = *HistoryWriter::Open(directory, 0, 0);
   HistoryReader reader(directory);
   EXPECT_EQ(reader.Next(), std::nullopt);
   const double awkward = 0.1 + 0.2;
@@ -668,10 +671,25 @@ TEST(HistoryTest, IsCutBackReadAsItGrowsAndKeepsEveryBit) {
   EXPECT_EQ(reader.Next()->step, 2u);
   EXPECT_FALSE(reader.Next().has_value());
 
-  writer = *HistoryWriter::Open(directory, kept);
+  writer = *HistoryWriter::Open(directory, kept, 1);
   EXPECT_EQ(std::filesystem::file_size(directory + "/history.jsonl"), kept);
   EXPECT_EQ(reader.Next()->step, 1u) << "after a cut the reader begins again";
-  EXPECT_TRUE(absl::IsDataLoss(HistoryWriter::Open(directory, kept + 1).status()));
+}
+
+TEST(HistoryTest, OneThatWasCutKeepsItsWholeLinesUpToTheStep) {
+  const std::string directory = FreshDirectory("history_cut"), path = directory + "/history.jsonl";
+  std::vector<std::uint64_t> sizes = {0};
+  auto writer = *HistoryWriter::Open(directory, 0, 0);
+  for (std::uint64_t step = 1; step <= 4; ++step) {
+    ASSERT_TRUE(writer.Append({.step = step, .values = {{"loss", 0.5}}, .times = {}}).ok());
+    sizes.push_back(writer.size_bytes());
+  }
+  EXPECT_EQ(HistoryWriter::Open(directory, sizes[4] + 1, 3)->size_bytes(), sizes[3]) << "step 4 comes again";
+  std::filesystem::resize_file(path, sizes[2] + 5);
+  EXPECT_EQ(HistoryWriter::Open(directory, sizes[3], 3)->size_bytes(), sizes[2]);
+  EXPECT_EQ(std::filesystem::file_size(path), sizes[2]);
+  std::filesystem::remove(path);
+  EXPECT_EQ(HistoryWriter::Open(directory, sizes[3], 3)->size_bytes(), 0u);
 }
 
 TEST(HistoryTest, CountsOfADamagedFileAreInRange) {
@@ -685,7 +703,7 @@ TEST(HistoryTest, CountsOfADamagedFileAreInRange) {
 
 TEST(HistoryTest, GoesOnAtAStepAndPassesOverOthers) {
   const std::string directory = FreshDirectory("history_seek");
-  auto writer = *HistoryWriter::Open(directory, 0);
+  auto writer = *HistoryWriter::Open(directory, 0, 0);
   constexpr std::uint64_t kSteps = 2000;  // 400 KiB: several bisections
   ASSERT_TRUE(writer.Append(DataEvent(v1::DataCounts())).ok());
   for (std::uint64_t step = 1; step <= kSteps; ++step) {
@@ -728,7 +746,7 @@ TEST(HistoryTest, GoesOnAtAStepAndPassesOverOthers) {
 
 TEST(HistoryTest, CompletionsComeBackAndEndWhereTheReaderStops) {
   const std::string directory = FreshDirectory("completions");
-  auto writer = *HistoryWriter::Open(directory, 0);
+  auto writer = *HistoryWriter::Open(directory, 0, 0);
   std::vector<v1::CompletionRecord> records(3);
   for (std::uint32_t i = 0; i < 3; ++i) {
     records[i].set_member_index(i);

@@ -115,6 +115,15 @@ TEST_F(RolloutClientTest, ServerThatDiesForgetsOrIsBusyGivesTheSameUnit) {
   EXPECT_EQ(rollout_.version("job-1"), 1u);
 }
 
+// Which a unit may do that its server cannot bear.
+TEST_F(RolloutClientTest, ServerThatDiesInEachAttemptEndsTheUnit) {
+  ASSERT_TRUE(publisher_.Publish(1, adapter_).ok());
+  const int before = rollout_.num_units();
+  rollout_.Set({.dying_units = 1000, .forgotten_units = 0, .busy_units = 0, .stalled_activations = 0, .corrupt = {}});
+  EXPECT_TRUE(absl::IsUnavailable(Draw().status()));
+  EXPECT_EQ(rollout_.num_units() - before, 5);
+}
+
 TEST_F(RolloutClientTest, GroupsAreHandedOnWholeAndAgainWhenDrawnAgain) {
   ASSERT_TRUE(publisher_.Publish(1, adapter_).ok());
   for (const int dying_units : {0, 1}) {

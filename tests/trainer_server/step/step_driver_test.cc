@@ -340,6 +340,15 @@ TEST_F(StepDriverTest, InterruptedStepChangesNothing) {
   EXPECT_FALSE(pool_.holds_elastic());
 }
 
+// The answer to a release may be lost although the rollout server has the region back.
+TEST_F(StepDriverTest, RegionThatWasKeptIsGivenBackBeforeItIsUsed) {
+  ASSERT_TRUE(pool_.AcquireElastic(v1::STREAM_MODE_PAUSE, MonotonicTime::InfiniteFuture()).ok());
+  std::vector<std::string> moments;
+  pool_.at = [&](const char* moment) { moments.push_back(moment); };
+  ASSERT_TRUE(Run(Groups(2)).ok());
+  EXPECT_EQ(moments, (std::vector<std::string>{"release", "acquire", "release"}));
+}
+
 TEST_F(StepDriverTest, RolloutServerThatStaysAwayEndsTheStepWithinThePatience) {
   pool_.num_acquire_failures = 1000;
   const std::vector<float> before = Everything();
