@@ -104,6 +104,12 @@ absl::StatusOr<DeviceOptions> PlanDevice(const PoolMember& pool, const ModelDesc
   const std::uint64_t block_bytes = DecoderModel::BlockBytes(config, block_tokens, options.model.kv_dtype);
   options.model.num_blocks =
       static_cast<int>(std::min<std::uint64_t>(pool.region(v1::REGION_KIND_ELASTIC).size() / block_bytes, 1 << 24));
+  if (options.model.num_blocks == 0) {
+    return absl::ResourceExhaustedError(absl::StrCat("the elastic region has ",
+                                                     FormatBytes(pool.region(v1::REGION_KIND_ELASTIC).size()),
+                                                     "; a KV block of --block_tokens=", block_tokens, " takes ",
+                                                     FormatBytes(block_bytes), ": raise --pool_bytes or lower --block_tokens"));
+  }
   options.model.max_batch_tokens = absl::GetFlag(FLAGS_max_batch_tokens);
   options.model.max_sequences = options.model.max_logit_rows = absl::GetFlag(FLAGS_max_sequences);
   options.model.max_adapters = absl::GetFlag(FLAGS_max_adapters);

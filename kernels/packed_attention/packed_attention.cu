@@ -17,6 +17,7 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kKeys = 4;  // of one round of the online softmax
 constexpr int kMaxHeadDim = 256;
+constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max() / 1024;
 
 __device__ float WarpSum(float value) {
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
@@ -231,10 +232,11 @@ __global__ void __launch_bounds__(kWarps * 32) GradKeyValueKernel(PackedAttentio
 absl::Status Check(const PackedAttentionParams& params) {
   if (params.head_dim < 1 || params.head_dim > kMaxHeadDim || params.num_kv_heads < 1 ||
       params.num_heads % params.num_kv_heads != 0 || params.dtype == DType::kFp8E3m4 || params.rows.num_rows < 0 ||
-      params.rows.num_rows > std::numeric_limits<std::int32_t>::max() / 1024) {
-    return absl::InvalidArgumentError(absl::StrCat("packed attention: ", params.rows.num_rows, " rows, ", params.num_heads,
-                                                   " heads over ", params.num_kv_heads, " KV heads of ", params.head_dim,
-                                                   " (1 to ", kMaxHeadDim, "), dtype ", static_cast<int>(params.dtype)));
+      params.rows.num_rows > kMaxRows) {
+    return absl::InvalidArgumentError(absl::StrCat("packed attention: ", params.rows.num_rows, " rows (at most ", kMaxRows, "), ",
+                                                   params.num_heads, " heads over ", params.num_kv_heads, " KV heads of ",
+                                                   params.head_dim, " (1 to ", kMaxHeadDim, "), dtype ",
+                                                   static_cast<int>(params.dtype)));
   }
   return absl::OkStatus();
 }

@@ -8,8 +8,6 @@
 namespace tandem {
 namespace {
 
-constexpr std::int64_t kMaxWidth = 65536;
-
 double InverseRms(const float* x, std::int64_t width, float epsilon) {
   double sum = 0;
   for (std::int64_t i = 0; i < width; ++i) sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
@@ -55,7 +53,7 @@ void RmsNormBackwardReference(const RmsNormBackwardParams& params) {
 }  // namespace
 
 absl::Status RmsNorm(const RmsNormParams& params, Device device, void* stream) {
-  TANDEM_RETURN_IF_ERROR(CheckRows("rms_norm", params.dtype, params.num_rows, params.width, kMaxWidth));
+  TANDEM_RETURN_IF_ERROR(CheckRows("rms_norm", params.dtype, params.num_rows, params.width, kMaxRmsNormWidth));
   if (params.num_rows == 0) return absl::OkStatus();
   if (device == Device::kCuda) return internal::RmsNormCuda(params, stream);
   VisitElementType(params.dtype, [&]<typename T>(T) { RmsNormReference<T>(params); });
@@ -63,7 +61,7 @@ absl::Status RmsNorm(const RmsNormParams& params, Device device, void* stream) {
 }
 
 absl::Status RmsNormBackward(const RmsNormBackwardParams& params, Device device, void* stream) {
-  TANDEM_RETURN_IF_ERROR(CheckRows("rms_norm_backward", params.dtype, params.num_rows, params.width, kMaxWidth));
+  TANDEM_RETURN_IF_ERROR(CheckRows("rms_norm_backward", params.dtype, params.num_rows, params.width, kMaxRmsNormWidth));
   if (params.num_rows == 0) return absl::OkStatus();
   if (device == Device::kCuda) return internal::RmsNormBackwardCuda(params, stream);
   VisitElementType(params.dtype, [&]<typename T>(T) { RmsNormBackwardReference<T>(params); });

@@ -9,6 +9,8 @@
 
 namespace tandem {
 
+inline constexpr std::int64_t kMaxRmsNormWidth = 65536;
+
 // Sums are fp32 on the device, fp64 in the reference; rounded once at the end.
 struct RmsNormParams {
   DType dtype = DType::kFp32;          // of weight and output: fp32, bf16
@@ -17,7 +19,7 @@ struct RmsNormParams {
   void* output = nullptr;              // [num_rows, width]; in fp32 and without `rows` it may be the input
   const std::int32_t* rows = nullptr;  // null, or [num_rows] on the device: row i of output is of row rows[i] of input
   std::int64_t num_rows = 0;
-  std::int64_t width = 0;  // 1 to 65536
+  std::int64_t width = 0;  // 1 to kMaxRmsNormWidth
   float epsilon = 0;
 };
 

@@ -3,10 +3,9 @@
 namespace tandem {
 
 absl::Status Sample(const SampleParams& params, Device device, void* stream) {
-  constexpr std::int64_t kVocabLimit = 1 << 22;
-  if (params.num_rows < 0 || params.vocab_size < 1 || params.vocab_size > kVocabLimit) {
+  if (params.num_rows < 0 || params.vocab_size < 1 || params.vocab_size > kMaxSampledVocab) {
     return absl::InvalidArgumentError(
-        absl::StrCat("sampling: [", params.num_rows, ", ", params.vocab_size, "]; the vocabulary is 1 to ", kVocabLimit));
+        absl::StrCat("sampling: [", params.num_rows, ", ", params.vocab_size, "]; the vocabulary is 1 to ", kMaxSampledVocab));
   }
   if (device != Device::kCuda) return absl::UnimplementedError("sampling: the kernel is the device's only");
   if (params.num_rows == 0) return absl::OkStatus();

@@ -13,6 +13,8 @@
 
 namespace tandem {
 
+inline constexpr std::int64_t kMaxSampledVocab = 1 << 22;
+
 struct SampleRow {
   float inverse_temperature = 1;  // 0: greedy, the first largest
   std::uint32_t top_k = 0;        // 0: off

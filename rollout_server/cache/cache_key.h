@@ -15,7 +15,7 @@ struct CacheNamespace {
   std::uint64_t activation_id = 0;  // of the adapter; never used twice in a process, so equal names and versions do not meet
   std::uint64_t weight_version = 0;
   std::uint64_t lease_epoch = 0;  // what a phase switch overwrote is never found again
-  std::string prompt_kind = {};   // how the prompt became tokens, with the template's arguments
+  std::string prompt_kind = {};   // how the prompt became tokens
 };
 
 // The chain's beginning.

@@ -155,18 +155,22 @@ absl::Status Engine::ReturnElastic(std::uint64_t lease_epoch) {
 }
 
 absl::Status Engine::PeerLost() {
-  auto reply = std::make_shared<Reply>();
-  return SendAndWait(reply, MonotonicTime::Now() + kCommandDeadline, "ending the lost trainer's work", [this, reply] {
-    if (!reply->Claim()) return;
+  const auto end_work = [this] {
     std::vector<std::uint64_t> units;
     for (const auto& [id, batch] : batches_) {
       if (LaneOf(batch.request) == Lane::kUnit) units.push_back(id);
     }
     for (std::uint64_t id : units) EndBatch(id, v1::FINISH_REASON_CANCELLED, absl::CancelledError("the trainer was lost"));
-    absl::Status status;
-    for (const std::string& job : adapters_.Jobs()) status.Update(RetireNow(job));
-    reply->Set(status);
-  });
+    while (!pending_activations_.empty()) DropActivations(std::string(pending_activations_.front().adapter.job));
+    for (const std::string& job : adapters_.Jobs()) {
+      if (const absl::Status status = RetireNow(job); !status.ok()) TANDEM_LOG(kError, "engine", status.ToString());
+    }
+  };
+  // Whoever tells must not wait for a step; a full queue is emptied by the next.
+  for (const MonotonicTime deadline = MonotonicTime::Now() + kCommandDeadline;; absl::SleepFor(absl::Milliseconds(10))) {
+    const absl::Status status = Send(end_work);
+    if (!absl::IsResourceExhausted(status) || MonotonicTime::Now() > deadline) return status;
+  }
 }
 
 void Engine::Loop() {
@@ -178,6 +182,7 @@ void Engine::Loop() {
     has_worked = !is_paused_ && Step();
     PublishStatus();
   }
+  commands_.Close();  // before the last are run: none may come after them
   RunCommands(absl::ZeroDuration());
   for (Lane lane : {Lane::kUnit, Lane::kShared}) FinishStep(lane);
   while (!batches_.empty()) EndBatch(batches_.begin()->first, v1::FINISH_REASON_CANCELLED, ShuttingDown());
@@ -557,7 +562,18 @@ absl::Status Engine::ActivateNow(Adapter adapter) {
   return absl::OkStatus();
 }
 
+// None may be activated any more: its memory is about to be another's.
+void Engine::DropActivations(const std::string& job) {
+  std::erase_if(pending_activations_, [&](const PendingActivation& pending) {
+    if (pending.adapter.job != job) return false;
+    if (pending.reply->Claim()) pending.reply->Set(absl::AbortedError(absl::StrCat("the adapter of job ", job, " was retired")));
+    return true;
+  });
+  scheduler_.HoldJob(job, false);
+}
+
 absl::Status Engine::RetireNow(const std::string& job) {
+  DropActivations(job);
   if (adapters_.Find(job) == nullptr) return absl::OkStatus();
   TANDEM_RETURN_IF_ERROR(Fence("an adapter is retired"));
   std::vector<std::uint64_t> ended;

@@ -90,7 +90,8 @@ class Engine {
   absl::Status YieldElastic(v1::StreamMode mode, MonotonicTime deadline);
   // Idempotent.
   absl::Status ReturnElastic(std::uint64_t lease_epoch);
-  // The trainer is gone: units end, its jobs' adapters are retired.
+  // The trainer is gone: before any later command units end and its jobs' adapters are retired, those too that wait to be
+  // activated. Does not wait for it. Errors: UNAVAILABLE (shutting down), RESOURCE_EXHAUSTED (the queue stays full for 30 s).
   absl::Status PeerLost();
   // Ends every batch with UNAVAILABLE and stops the thread. Idempotent.
   void Stop();
@@ -164,6 +165,7 @@ class Engine {
   void EndCancelled();
   absl::Status ActivateNow(Adapter adapter);
   absl::Status RetireNow(const std::string& job);
+  void DropActivations(const std::string& job);
   void SettlePending();
   absl::Status PauseNow();
   absl::Status Fence(const char* before);

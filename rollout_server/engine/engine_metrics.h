@@ -32,19 +32,22 @@ inline constexpr Metric kRolloutCapturedStepsBytes = {
 inline constexpr Metric kRolloutPaused = {.name = "tandem_rollout_paused",
                                           .help = "1 while the trainer holds the elastic memory"};
 inline constexpr Metric kRolloutQueuedCommands = {
-    .name = "tandem_rollout_queued_commands", .help = "Batches, cancellations and publications that the engine has yet to see"};
+    .name = "tandem_rollout_queued_commands",
+    .help = "Batches, publications and turns of the elastic region that the engine has yet to see"};
 inline constexpr Metric kPromptTokensTotal = {
     .name = "tandem_prompt_tokens_total", .type = Metric::Type::kCounter, .help = "Prompt tokens of admitted groups"};
 inline constexpr Metric kGenerationTokensTotal = {
     .name = "tandem_generation_tokens_total", .type = Metric::Type::kCounter, .help = "Tokens drawn"};
-inline constexpr Metric kNumPreemptionsTotal = {.name = "tandem_num_preemptions_total",
-                                                .type = Metric::Type::kCounter,
-                                                .help = "Sequences that gave up their KV blocks, to be computed again"};
-inline constexpr Metric kPrefixCacheQueriesTotal = {.name = "tandem_prefix_cache_queries_total",
-                                                    .type = Metric::Type::kCounter,
-                                                    .help = "Prompt tokens looked up in the prefix cache"};
+inline constexpr Metric kNumPreemptionsTotal = {
+    .name = "tandem_num_preemptions_total",
+    .type = Metric::Type::kCounter,
+    .help = "Sequences that gave up their KV blocks for want of room, to be computed again"};
+inline constexpr Metric kPrefixCacheQueriesTotal = {
+    .name = "tandem_prefix_cache_queries_total",
+    .type = Metric::Type::kCounter,
+    .help = "Tokens looked up in the prefix cache, those of completions that are taken up again among them"};
 inline constexpr Metric kPrefixCacheHitsTotal = {
-    .name = "tandem_prefix_cache_hits_total", .type = Metric::Type::kCounter, .help = "Prompt tokens found in the prefix cache"};
+    .name = "tandem_prefix_cache_hits_total", .type = Metric::Type::kCounter, .help = "Tokens found in the prefix cache"};
 inline constexpr Metric kRequestSuccessTotal = {.name = "tandem_request_success_total",
                                                 .type = Metric::Type::kCounter,
                                                 .help = "Completions by how they ended: stop, length, abort, error",

@@ -5,6 +5,8 @@
 #include "common/base/units.h"
 #include "common/model/kv_scale_table.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/rms_norm/rms_norm.h"
+#include "kernels/sampling/sampling.h"
 #include "rollout_server/model/decoder_backends.h"
 #include "rollout_server/model/device_adapters.h"
 
@@ -92,6 +94,8 @@ absl::Status CheckCudaDecoderOptions(const ModelConfig& config, const WeightLayo
   if (config.head_dim != 64 && config.head_dim != 128 && config.head_dim != 256) {
     return fault("head_dim ", config.head_dim, "; 64, 128 and 256 are supported");
   }
+  if (config.hidden_size > kMaxRmsNormWidth) return fault("hidden_size ", config.hidden_size, "; at most ", kMaxRmsNormWidth);
+  if (config.vocab_size > kMaxSampledVocab) return fault("vocab_size ", config.vocab_size, "; at most ", kMaxSampledVocab);
   if (options.max_batch_tokens < 1 || options.max_sequences < 1 || options.max_logit_rows < 1 || options.max_adapters < 0 ||
       options.max_adapter_rank < 0) {
     return fault("max_batch_tokens ", options.max_batch_tokens, ", max_sequences ", options.max_sequences, ", max_logit_rows ",

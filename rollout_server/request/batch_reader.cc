@@ -13,6 +13,10 @@ constexpr std::size_t kMaxPieceBytes = 256 * 1024;
 constexpr std::size_t kMaxPromptBytes = 16 << 20;
 constexpr std::uint64_t kMaxBatchPromptTokens = 16 << 20;  // 64 MiB of ids
 
+const std::string& KindName(v1::PromptPiece::KindCase kind) {
+  return v1::PromptPiece::descriptor()->FindFieldByNumber(kind)->name();
+}
+
 }  // namespace
 
 absl::Status BatchReader::Push(const v1::GenerateRequest& piece) {
@@ -99,8 +103,8 @@ absl::Status BatchReader::ReadPrompt(const v1::PromptPiece& piece) {
     return absl::InvalidArgumentError(absl::StrCat("group ", index, ": a prompt piece with no kind set"));
   }
   if (kind_ != v1::PromptPiece::KIND_NOT_SET && kind_ != piece.kind_case()) {
-    return absl::InvalidArgumentError(absl::StrCat("group ", index, ": prompt pieces of two kinds (fields ",
-                                                   static_cast<int>(kind_), " and ", static_cast<int>(piece.kind_case()), ")"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("group ", index, ": prompt pieces of two kinds, ", KindName(kind_), " and ", KindName(piece.kind_case())));
   }
   kind_ = piece.kind_case();
   if (kind_ == v1::PromptPiece::kTokenIds) {

@@ -29,8 +29,8 @@ absl::StatusOr<SamplingParams> ParseSamplingParams(const v1::SamplingParams& mes
   params.min_p = message.min_p();
   if (!(params.min_p >= 0 && params.min_p < 1)) return Refuse("min_p", absl::StrCat(params.min_p), "in [0, 1)");
   params.repetition_penalty = message.repetition_penalty() == 0 ? 1 : message.repetition_penalty();
-  if (!(params.repetition_penalty > 0 && std::isfinite(params.repetition_penalty))) {
-    return Refuse("repetition_penalty", absl::StrCat(message.repetition_penalty()), "above 0 and finite (0: off)");
+  if (!(params.repetition_penalty >= 0.01 && params.repetition_penalty <= 100)) {
+    return Refuse("repetition_penalty", absl::StrCat(message.repetition_penalty()), "in [0.01, 100] (0: off)");
   }
   params.presence_penalty = message.presence_penalty();
   if (!(params.presence_penalty >= -2 && params.presence_penalty <= 2)) {

@@ -17,9 +17,10 @@ MonotonicTime CommandDeadline(const grpc::ServerContext& context) {
   return std::min(DeadlineOf(context), MonotonicTime::Now() + kMaxCommandWait);
 }
 
-absl::Status WhyCancelled(const grpc::ServerContext& context) {
+absl::Status WhyCancelled(const grpc::ServerContext& context, absl::Duration message_timeout) {
   if (DeadlineOf(context) <= MonotonicTime::Now()) return absl::DeadlineExceededError("the caller's deadline passed");
-  return absl::CancelledError("cancelled by the caller, or it was silent for too long");
+  return absl::CancelledError(
+      absl::StrCat("cancelled by the caller, or no message came or went for ", absl::FormatDuration(message_timeout)));
 }
 
 }  // namespace
@@ -63,7 +64,7 @@ absl::StatusOr<BatchRequest> RolloutService::ReadBatch(grpc::ServerContext* cont
       is_read = stream->Read(&piece);
     }
     if (!is_read) {
-      if (context->IsCancelled()) return WhyCancelled(*context);
+      if (context->IsCancelled()) return WhyCancelled(*context, options_.message_timeout);
       return absl::InvalidArgumentError("the stream ended before `run`");
     }
     TANDEM_RETURN_IF_ERROR(reader.Push(piece));
@@ -75,7 +76,7 @@ absl::Status RolloutService::WriteBatch(grpc::ServerContext* context, Stream* st
   v1::GenerateResponse message;
   absl::Status end;
   while (true) {
-    if (context->IsCancelled()) return WhyCancelled(*context);
+    if (context->IsCancelled()) return WhyCancelled(*context, options_.message_timeout);
     switch (buffer->Pop(kPollInterval, &message, &end)) {
       case StreamBuffer::Next::kTimeout:
         break;
@@ -83,7 +84,7 @@ absl::Status RolloutService::WriteBatch(grpc::ServerContext* context, Stream* st
         return end;
       case StreamBuffer::Next::kMessage: {
         StreamWatch::Wait wait(&watch_, context, MonotonicTime::Now() + options_.message_timeout);
-        if (!stream->Write(message)) return WhyCancelled(*context);
+        if (!stream->Write(message)) return WhyCancelled(*context, options_.message_timeout);
         break;
       }
     }

@@ -583,6 +583,29 @@ TEST_P(EngineTest, LosingTheTrainerEndsUnitsAndRetiresItsAdapters) {
   EXPECT_TRUE(test.Activate("j", 1).ok()) << "the job comes back with the version it had";
 }
 
+// Whose memory it is may be overwritten as soon as the adapter is retired.
+TEST_P(EngineTest, NoActivationThatWaitsOutlivesItsAdapterOrTheTrainer) {
+  for (const bool is_lost : {false, true}) {
+    SCOPED_TRACE(is_lost);
+    TestEngine test(GetParam(), {.is_gated = true});
+    ASSERT_TRUE(test.Activate("j", 1).ok());
+    const auto running = test.Submit(OneGroup(Prompt(10, 1), 1, 100, "j"));
+    test.gate.Grant(3);
+    ASSERT_TRUE(test.gate.AwaitEntry(4));
+    auto activated = test.Queue(1, [&] { return test.Activate("j", 2, /*drain=*/true); });
+    auto retired = test.Queue(2, [&] {
+      return is_lost ? test.engine->PeerLost() : test.engine->Retire("j", MonotonicTime::Now() + absl::Seconds(20));
+    });
+    test.gate.Open();
+    EXPECT_TRUE(retired.get().ok());
+    EXPECT_EQ(activated.get().code(), absl::StatusCode::kAborted);
+    EXPECT_EQ(running->Await().code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_EQ(test.Submit(OneGroup({1}, 1, 1, "j"))->Await().code(), absl::StatusCode::kNotFound);
+    EXPECT_TRUE(test.Activate("j", 1).ok());
+    EXPECT_TRUE(test.Submit(OneGroup({1}, 1, 1, "j"))->Await().ok()) << "nothing is held back";
+  }
+}
+
 TEST_P(EngineTest, StopEndsEveryBatch) {
   TestEngine test(GetParam(), {.is_paused = true});
   const auto sink = test.Submit(OneGroup(Prompt(10, 1), 1, 5));

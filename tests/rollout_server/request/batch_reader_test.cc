@@ -119,6 +119,8 @@ TEST(BatchReaderTest, RefusesSamplingOutsideItsLimitsByFieldAndValue) {
   ExpectSamplingRefused([](P* p) { p->set_min_p(1); }, {"min_p", "1", "[0, 1)"});
   ExpectSamplingRefused([](P* p) { p->set_repetition_penalty(-2); }, {"repetition_penalty", "-2"});
   ExpectSamplingRefused([](P* p) { p->set_repetition_penalty(INFINITY); }, {"repetition_penalty", "inf"});
+  ExpectSamplingRefused([](P* p) { p->set_repetition_penalty(1e300); }, {"repetition_penalty", "1e+300", "100"});
+  ExpectSamplingRefused([](P* p) { p->set_repetition_penalty(1e-300); }, {"repetition_penalty", "1e-300", "0.01"});
   ExpectSamplingRefused([](P* p) { p->set_presence_penalty(3); }, {"presence_penalty", "3", "[-2, 2]"});
   ExpectSamplingRefused([](P* p) { p->set_max_tokens(0); }, {"max_tokens", "0"});
   ExpectSamplingRefused([](P* p) { p->add_stop_token_ids(100); }, {"stop_token_ids", "100"});
@@ -183,7 +185,7 @@ TEST(BatchReaderTest, RefusesPiecesOutOfOrder) {
   ExpectRefused({Header(), Ids({1})}, kBad, {"before any `group`"});
   ExpectRefused({Header(), RunPiece()}, kBad, {"0 groups", "num_groups is 1"});
   ExpectRefused({Header(), Group(), RunPiece()}, kBad, {"group 0", "no prompt"});
-  ExpectRefused({Header(), Group(), Ids({1}), Text("a")}, kBad, {"two kinds"});
+  ExpectRefused({Header(), Group(), Ids({1}), Text("a")}, kBad, {"two kinds", "token_ids", "text"});
   ExpectRefused({Header(), Group(), Ids({}), RunPiece()}, kBad, {"no tokens"});
   ExpectRefused({Header(), Group(), Ids({1, 100})}, kBad, {"prompt token 1", "100"});
   ExpectRefused({Header(), Group(), Ids({1}), Group()}, kBad, {"beyond", "1"});
