@@ -1,5 +1,7 @@
 // trainer_server: turns completions into a better policy, over the pool that it shares with rollout_server. This file only puts
 // the rooms together.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <memory>
@@ -106,8 +108,17 @@ std::uint64_t HostLimitBytes() {
   return given > 0 ? given : LayerInputHostLimit();
 }
 
+std::string RewardPythonFlag() {
+  const std::string path = absl::GetFlag(FLAGS_reward_python);
+  if (!path.starts_with('/')) BadFlag(absl::StrCat("--reward_python=", path, " is no absolute path, as /usr/bin/python3"));
+  if (::access(path.c_str(), X_OK) != 0)
+    TANDEM_LOG(kWarning, "main", "no program at --reward_python=", path, ": jobs that need it are refused");
+  return path;
+}
+
 absl::StatusOr<int> Run(const DaemonConfig& config) {
   const std::uint64_t host_limit_bytes = HostLimitBytes();
+  const std::string reward_python = RewardPythonFlag();
   const int reward_workers = RewardWorkers();
   const std::uint64_t checkpoint_bytes = BytesFlag("checkpoint_bytes", absl::GetFlag(FLAGS_checkpoint_bytes));
   const std::string http_address = HttpAddressFlag(config);
@@ -142,7 +153,7 @@ absl::StatusOr<int> Run(const DaemonConfig& config) {
                     .is_attached = [&pool] { return pool->is_peer_attached(); },
                     .patience = absl::Minutes(patience_minutes)});
 
-  SandboxSource sandbox(absl::GetFlag(FLAGS_reward_python));
+  SandboxSource sandbox(reward_python);
   LoopEnvironment environment;
   environment.sandbox = &sandbox;
   environment.reward_workers = reward_workers;

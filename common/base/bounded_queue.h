@@ -50,7 +50,6 @@ class BoundedQueue {
     MutexLock lock(&mutex_);
     return items_.size();
   }
-  std::size_t capacity() const { return capacity_; }
 
  private:
   const std::size_t capacity_;

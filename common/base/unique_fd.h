@@ -22,7 +22,6 @@ class UniqueFd {
   ~UniqueFd() { Close(); }
   int get() const { return fd_; }
   bool is_open() const { return fd_ >= 0; }
-  int Release() { return std::exchange(fd_, -1); }
   void Close() noexcept {
     if (fd_ >= 0) ::close(fd_);
     fd_ = -1;

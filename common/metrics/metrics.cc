@@ -63,9 +63,8 @@ class PrometheusMetrics final : public Metrics {
       const std::vector<int> ports = exposer_->GetListeningPorts();
       if (ports.empty()) return absl::UnavailableError(absl::StrCat("serving metrics at '", address, "': no listening port"));
       port_ = ports.front();
-    } catch (const std::exception& e) {
-      return absl::UnavailableError(
-          absl::StrCat("serving metrics at '", address, "': ", e.what(), " (address in use or not local?)"));
+    } catch (const std::exception&) {  // its words are of a null context
+      return absl::UnavailableError(absl::StrCat("cannot listen at --metrics=", address, ": is the address local, and free?"));
     }
     return absl::OkStatus();
   }

@@ -307,8 +307,7 @@ absl::Status TokensFile::Read() {
   struct stat found {};
   const std::string version = ::stat(path_.c_str(), &found) != 0
                                   ? absl::StrCat("errno ", errno)
-                                  : absl::StrCat(found.st_ino, " ", found.st_size, " ", found.st_mode, " ", found.st_mtim.tv_sec,
-                                                 ".", found.st_mtim.tv_nsec);
+                                  : absl::StrCat(found.st_ino, " ", found.st_ctim.tv_sec, ".", found.st_ctim.tv_nsec);
   if (version == version_) return absl::OkStatus();
   version_ = version;
   TANDEM_RETURN_IF_ERROR(PrivateFile("tokens_file", path_));

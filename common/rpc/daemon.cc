@@ -1,14 +1,18 @@
 #include "common/rpc/daemon.h"
 
+#include <fcntl.h>
 #include <malloc.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <system_error>
 
@@ -17,10 +21,12 @@
 #include "absl/flags/usage.h"
 #include "absl/flags/usage_config.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/time/clock.h"
 #include "common/base/check.h"
 #include "common/base/clock.h"
 #include "common/base/log.h"
+#include "common/base/unique_fd.h"
 #include "common/base/units.h"
 #include "common/gpu/device_code.h"
 #include "common/rpc/channel.h"
@@ -32,7 +38,8 @@
 
 ABSL_FLAG(std::string, listen, "",
           "gRPC address; port 0 picks one. Default 127.0.0.1:7071 (rollout_server), :7070 (trainer_server)");
-ABSL_FLAG(std::string, metrics, "", "address of /metrics; 'off': not served");
+ABSL_FLAG(std::string, metrics, "",
+          "address of /metrics; 'off': not served. Default 127.0.0.1:9091 (rollout_server), :9090 (trainer_server)");
 ABSL_FLAG(std::string, peer, "", "gRPC address of the other daemon of the pair; default unix:RUN_DIR/PROGRAM.grpc of the other");
 ABSL_FLAG(std::string, tls_cert, "", "PEM certificate chain of --listen, which speaks TLS then; read again when it changes");
 ABSL_FLAG(std::string, tls_key, "", "its PEM key, which nobody else may read; read again when it changes");
@@ -82,9 +89,14 @@ namespace tandem {
 namespace {
 
 constexpr int kMaxHeaps = 4;
+constexpr absl::Duration kDataDirPatience = absl::Seconds(5);
 constexpr int kMaxMessageBytes = 4 << 20;
 constexpr std::size_t kMaxSocketAddress = sizeof(sockaddr_un::sun_path) - 1 + sizeof("unix:") - 1;
 volatile std::sig_atomic_t stop_signal = 0;  // written by the handler alone
+
+std::uint64_t HostMemoryBytes() {
+  return static_cast<std::uint64_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+}
 
 std::string EnvironmentOr(const char* name, const std::string& fallback) {
   const char* value = std::getenv(name);
@@ -117,8 +129,9 @@ void EndIfPoisoned(Device device) {
   std::_Exit(kPoisonedContextExitCode);
 }
 
-// "127.0.0.1:0" with the port that was picked.
+// "127.0.0.1:0" with the port that was picked; a socket's path as it is.
 std::string WithPort(const std::string& address, int port) {
+  if (address.starts_with("unix:")) return address;
   return absl::StrCat(address.substr(0, address.rfind(':')), ":", port);
 }
 
@@ -144,6 +157,40 @@ std::uint64_t BytesFlag(const char* name, const std::string& text) {
   if (!bytes.ok()) BadFlag(absl::StrCat("--", name, ": ", bytes.status().message()));
   return *bytes;
 }
+
+namespace {
+
+// HOST:PORT, or a socket's path where `may_be_socket`.
+void CheckAddressFlag(const char* name, const std::string& address, bool may_be_socket) {
+  if (may_be_socket && address.starts_with("unix:")) return;
+  const std::size_t colon = address.rfind(':');
+  int port = -1;
+  if (colon == std::string::npos || colon == 0 || !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 0 || port > 65535)
+    BadFlag(absl::StrCat("--", name, "=", address, " is no ADDRESS:PORT, as 127.0.0.1:7070"));
+}
+
+// Jobs are taken up by whoever finds them in the folder: one process at a time. One that was killed may take a while to end.
+void LockDataDir(const std::string& data_dir, const std::string& program) {
+  const std::string path = absl::StrCat(data_dir, "/", program, ".lock");
+  static UniqueFd lock;  // for as long as the process lives
+  lock = UniqueFd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+  if (!lock.is_open()) BadFlag(absl::StrCat("--data_dir=", data_dir, ": opening ", path, ": ", std::strerror(errno)));
+  const MonotonicTime deadline = MonotonicTime::Now() + kDataDirPatience;
+  while (::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (MonotonicTime::Now() < deadline) {
+      absl::SleepFor(absl::Milliseconds(20));
+      continue;
+    }
+    char holder[16] = {};
+    if (::pread(lock.get(), holder, sizeof holder - 1, 0) <= 0) holder[0] = '?';
+    BadFlag(absl::StrCat("--data_dir=", data_dir, " is in use by ", program, ", process ", holder, ": give each its own"));
+  }
+  const std::string pid = absl::StrCat(::getpid());
+  if (::ftruncate(lock.get(), 0) != 0 || ::pwrite(lock.get(), pid.data(), pid.size(), 0) < 0)
+    TANDEM_LOG(kWarning, "daemon", "no process id in ", path, ": ", std::strerror(errno));
+}
+
+}  // namespace
 
 DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& program, v1::Role role,
                                 const std::string& default_listen, const std::string& default_metrics) {
@@ -172,9 +219,14 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   config.access.tls_client_ca = absl::GetFlag(FLAGS_tls_client_ca);
   config.access.tokens_file = absl::GetFlag(FLAGS_tokens_file);
   config.access.max_requests_per_second = absl::GetFlag(FLAGS_max_requests_per_second);
+  CheckAddressFlag("listen", config.listen, /*may_be_socket=*/true);
   if (const absl::Status status = CheckAccess(config.access, config.listen); !status.ok()) BadFlag(std::string(status.message()));
   config.metrics_address = or_default(absl::GetFlag(FLAGS_metrics), default_metrics);
-  if (config.metrics_address == "off") config.metrics_address.clear();
+  if (config.metrics_address == "off") {
+    config.metrics_address.clear();
+  } else {
+    CheckAddressFlag("metrics", config.metrics_address, /*may_be_socket=*/false);
+  }
   config.data_dir =
       or_default(absl::GetFlag(FLAGS_data_dir), absl::StrCat(EnvironmentOr("HOME", "/tmp"), "/.local/share/tandem/", program));
   config.pool.role = role;
@@ -202,6 +254,10 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
     config.pool.model_path = absl::StrCat("random:", shape);
   }
   config.pool.pool_bytes = BytesFlag("pool_bytes", absl::GetFlag(FLAGS_pool_bytes));
+  if (const std::uint64_t host_bytes = HostMemoryBytes();
+      config.pool.device == Device::kCpu && config.pool.pool_bytes > host_bytes)
+    BadFlag(absl::StrCat("--pool_bytes=", absl::GetFlag(FLAGS_pool_bytes),
+                         ": without a GPU the pool is host memory, of which there are ", FormatBytes(host_bytes)));
   config.pool.reserve_bytes = BytesFlag("reserve_bytes", absl::GetFlag(FLAGS_reserve_bytes));
   config.pool.chunk_bytes = BytesFlag("chunk_bytes", absl::GetFlag(FLAGS_chunk_bytes));
   config.pool.rollout_standing_bytes = BytesFlag("rollout_standing_bytes", absl::GetFlag(FLAGS_rollout_standing_bytes));
@@ -216,6 +272,7 @@ DaemonConfig Daemon::ParseFlags(int argc, char** argv, const std::string& progra
   if (error) BadFlag(absl::StrCat("--data_dir=", config.data_dir, ": ", error.message()));
   ::signal(SIGPIPE, SIG_IGN);
   StartLog(program, level);
+  LockDataDir(config.data_dir, program);
   // Of each message that cannot be read; else they stand between the log's lines in a form of their own.
   google::protobuf::SetLogHandler([](google::protobuf::LogLevel, const char*, int, const std::string& message) {
     TANDEM_LOG(kWarning, "protobuf", message);
@@ -255,7 +312,9 @@ int Daemon::Serve(const DaemonConfig& config, std::shared_ptr<Access> access, Me
   for (grpc::Service* service : services) builder.RegisterService(service);
   const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
   if (server == nullptr || port == 0) {
-    TANDEM_LOG(kError, "daemon", "cannot listen at ", config.listen, ": is the address local, and free?");
+    TANDEM_LOG(kError, "daemon", "cannot listen at --listen=", config.listen,
+               pool == nullptr ? "" : absl::StrCat(", or at ", LocalAddress(config), " for the node's own"),
+               ": is the address local, and free?");
     stop();
     return 2;
   }

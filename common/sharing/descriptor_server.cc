@@ -38,7 +38,7 @@ std::optional<ProcessWatch> DescriptorServer::TakeAccepted() {
 }
 
 void DescriptorServer::AppendPoll(std::vector<pollfd>* entries) const {
-  entries->push_back({.fd = listener_.get(), .events = POLLIN, .revents = 0});
+  if (MonotonicTime::Now() >= accept_time_) entries->push_back({.fd = listener_.get(), .events = POLLIN, .revents = 0});
   for (const Connection& connection : connections_) {
     const short events = connection.is_accepted ? POLLOUT : POLLIN;
     entries->push_back({.fd = connection.fd.get(), .events = events, .revents = 0});
@@ -46,7 +46,7 @@ void DescriptorServer::AppendPoll(std::vector<pollfd>* entries) const {
 }
 
 MonotonicTime DescriptorServer::next_deadline() const {
-  MonotonicTime next = MonotonicTime::InfiniteFuture();
+  MonotonicTime next = MonotonicTime::Now() < accept_time_ ? accept_time_ : MonotonicTime::InfiniteFuture();
   for (const Connection& connection : connections_) next = std::min(next, connection.deadline);
   return next;
 }
@@ -59,7 +59,10 @@ void DescriptorServer::Serve() {
 void DescriptorServer::Accept() {
   for (;;) {
     UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!fd.is_open()) return;  // nobody waits, or the joiner went away, or no descriptor is free: the next round sees
+    if (!fd.is_open()) {  // nobody waits, or the joiner went away, or no descriptor is free
+      if (errno == EMFILE || errno == ENFILE) accept_time_ = MonotonicTime::Now() + kAcceptPause;
+      return;
+    }
     if (connections_.size() == kMaxConnections) {
       auto silent = std::find_if(connections_.begin(), connections_.end(), [](const Connection& c) { return !c.is_accepted; });
       if (silent == connections_.end()) continue;

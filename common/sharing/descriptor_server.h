@@ -28,6 +28,7 @@ class DescriptorServer {
   static constexpr absl::Duration kSilence = absl::Seconds(2);  // without a token, or without taking a packet
   static constexpr absl::Duration kTokenLife = absl::Seconds(10);
   static constexpr std::size_t kMaxConnections = 16;
+  static constexpr absl::Duration kAcceptPause = absl::Milliseconds(100);  // while no descriptor is free
 
   // `descriptors` must outlive the server. Errors: UNAVAILABLE (socket).
   static absl::StatusOr<std::unique_ptr<DescriptorServer>> Create(const std::string& path, std::span<const UniqueFd> descriptors);
@@ -62,6 +63,7 @@ class DescriptorServer {
   const std::string path_;
   const std::span<const UniqueFd> descriptors_;
   const UniqueFd listener_;
+  MonotonicTime accept_time_;          // not before: this process has no descriptor free
   std::list<Connection> connections_;  // oldest first
 
   Mutex mutex_;

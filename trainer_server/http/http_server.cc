@@ -67,7 +67,7 @@ class TlsFiles {
     for (const std::string& path : {options_.tls_cert, options_.tls_key, options_.tls_client_ca}) {
       struct stat found {};
       if (::stat(path.c_str(), &found) == 0)
-        absl::StrAppend(&version, found.st_ino, " ", found.st_size, " ", found.st_mtim.tv_sec, ".", found.st_mtim.tv_nsec, "\n");
+        absl::StrAppend(&version, found.st_ino, " ", found.st_ctim.tv_sec, ".", found.st_ctim.tv_nsec, "\n");
     }
     return version;
   }
@@ -326,8 +326,8 @@ struct HttpServer::State {
         });
         return;
       }
+      Accept();  // first: what follows may throw
       if (places.MakeRoom()) Serve(std::move(socket));
-      Accept();
     });
   }
 

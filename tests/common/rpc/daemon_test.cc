@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "common/rpc/channel.h"
 #include "google/protobuf/wrappers.pb.h"
 #include "grpcpp/impl/codegen/client_unary_call.h"
@@ -133,8 +134,28 @@ TEST(Daemon, TakenAddressIsAnErrorNotAShare) {
   DaemonProcess first({});
   const int port = first.Port();
   DaemonProcess second({absl::StrCat("--listen=127.0.0.1:", port)});
-  EXPECT_NE(second.ReadUntil("cannot listen").find("cannot listen at 127.0.0.1:"), std::string::npos);
+  EXPECT_NE(second.ReadUntil("cannot listen").find("cannot listen at --listen=127.0.0.1:"), std::string::npos);
   EXPECT_EQ(second.ExitCode(), 2);
+}
+
+TEST(Daemon, FoldersOfDataHaveOneDaemonAtATime) {
+  DaemonProcess first({});
+  ASSERT_GT(first.Port(), 0);
+  const std::string folder = "--data_dir=" + first.folder() + "/data";
+  DaemonProcess second({folder});
+  const std::string said = second.ReadUntil("is in use by");
+  EXPECT_NE(said.find(absl::StrCat("is in use by rollout_server, process ", first.pid())), std::string::npos) << said;
+  EXPECT_EQ(second.ExitCode(), 1);
+  DaemonProcess third({folder});
+  absl::SleepFor(absl::Milliseconds(100));
+  first.Signal(SIGKILL);
+  EXPECT_GT(third.Port(), 0) << "it waits a little for one that ends";
+}
+
+TEST(Daemon, PoolsBeyondTheHostsMemoryAreRefused) {
+  DaemonProcess daemon({"--device=cpu", "--pool_bytes=900000GiB"});
+  EXPECT_NE(daemon.ReadUntil("of which there are").find("--pool_bytes=900000GiB: without a GPU"), std::string::npos);
+  EXPECT_EQ(daemon.ExitCode(), 1);
 }
 
 TEST(Daemon, BackgroundErrorEndsItWithThree) {
@@ -156,6 +177,10 @@ TEST(Daemon, BadFlagsEndItWithOneByName) {
                                                         {"--device=abacus", "abacus"},
                                                         {"--weights=int3", "int3"},
                                                         {"--listen=0.0.0.0:0", "--tls_cert, --tls_key"},
+                                                        {"--listen=127.0.0.1", "--listen=127.0.0.1 is no ADDRESS:PORT"},
+                                                        {"--listen=27171", "--listen=27171 is no ADDRESS:PORT"},
+                                                        {"--listen=127.0.0.1:70000", "70000 is no ADDRESS:PORT"},
+                                                        {"--metrics=on", "--metrics=on is no ADDRESS:PORT"},
                                                         {"--no_such_flag=1", "no_such_flag"},
                                                         {"word", "'word'"}}) {
     DaemonProcess daemon({flag});
