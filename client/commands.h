@@ -18,7 +18,7 @@ absl::StatusOr<std::string> OneWord(const Words& words, const std::string& comma
 struct SubmitOptions {
   bool watch = false;
   std::string tensorboard;             // with watch: see Watch
-  std::vector<std::string> overrides;  // text-format fields merged over the file: "seed: 1"
+  std::vector<std::string> overrides;  // each of text-format fields merged over the file: "seed: 1, num_steps: 5"
   std::string rewards;                 // Python functions, "FILE:FUNCTION,FUNCTION"; empty: those of the file alone
 };
 absl::Status Submit(const Connection& connection, const Words& words, const SubmitOptions& options);
@@ -49,7 +49,7 @@ struct PlotOptions {
   std::string png;                   // file; empty: the terminal
   std::vector<std::string> metrics;  // names of the history; empty: the usual six
 };
-// Needs gnuplot. Errors: FAILED_PRECONDITION (no gnuplot, nothing recorded).
+// Needs gnuplot. Errors: FAILED_PRECONDITION (no gnuplot, nothing recorded), INVALID_ARGUMENT (metric, file).
 absl::Status Plot(const Connection& connection, const Words& words, const PlotOptions& options);
 struct ExportOptions {
   bool merged = false;  // the model with the adapter merged into it

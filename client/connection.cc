@@ -15,6 +15,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "common/base/clock.h"
 #include "common/model/bounded_json.h"
@@ -61,7 +62,7 @@ struct Settings {
 struct SettingField {
   const char* name;
   std::string Settings::*value;
-  bool is_path;
+  bool is_path;  // else an address
 };
 constexpr std::array<SettingField, 6> kFields = {{{"trainer", &Settings::trainer, false},
                                                   {"rollout", &Settings::rollout, false},
@@ -69,6 +70,25 @@ constexpr std::array<SettingField, 6> kFields = {{{"trainer", &Settings::trainer
                                                   {"cert", &Settings::cert, true},
                                                   {"key", &Settings::key, true},
                                                   {"token_file", &Settings::token_file, true}}};
+
+// HOST:PORT, of IPv6 with HOST in brackets, or unix:PATH. `setting` names it in errors.
+absl::Status CheckAddress(const std::string& address, const std::string& setting) {
+  constexpr char kUnix[] = "unix:";
+  bool is_address = absl::StartsWith(address, kUnix) && address != kUnix;
+  if (const std::size_t colon = address.rfind(':'); !absl::StartsWith(address, kUnix) && colon != address.npos) {
+    const std::string host = address.substr(0, colon), digits = address.substr(colon + 1);
+    const bool is_bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
+    const std::string name = is_bracketed ? host.substr(1, host.size() - 2) : host;
+    const bool is_host =
+        !name.empty() && name.find_first_of("[]/ \t\r\n") == name.npos && (name.find(':') != name.npos) == is_bracketed;
+    int port = 0;
+    is_address = is_host && digits.size() <= 5 && digits.find_first_not_of("0123456789") == digits.npos &&
+                 absl::SimpleAtoi(digits, &port) && port >= 1 && port <= 65535;
+  }
+  if (is_address) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(setting, ": '", address, "'; must be HOST:PORT with a port of 1 to 65535, or unix:PATH"));
+}
 
 // Of the context `name`; empty: the file's own choice, which may be none.
 absl::StatusOr<Settings> ReadContext(const std::string& path, std::string name) {
@@ -95,6 +115,7 @@ absl::StatusOr<Settings> ReadContext(const std::string& path, std::string name) 
     if (field == kFields.end() || !value.is_string() || value.get<std::string>().empty())
       return fault("context '", name, "': '", key, "' is none of trainer, rollout, ca, cert, key, token_file with a text");
     const std::string word = value.get<std::string>();
+    if (!field->is_path) TANDEM_RETURN_IF_ERROR(CheckAddress(word, absl::StrCat(path, ": context '", name, "': ", key)));
     settings.*field->value = field->is_path ? (std::filesystem::path(path).parent_path() / word).string() : word;
   }
   return settings;
@@ -161,9 +182,14 @@ absl::StatusOr<Connection> ResolveConnection(const ConnectionFlags& flags,
   }
   const Settings given{flags.trainer, flags.rollout, flags.ca, flags.cert, flags.key, flags.token_file};
   for (const SettingField& field : kFields) {
-    std::string value = given.*field.value;
-    if (value.empty()) value = environment(absl::StrCat("TANDEM_", absl::AsciiStrToUpper(field.name)));
-    if (!value.empty()) settings.*field.value = value;
+    std::string value = given.*field.value, setting = absl::StrCat("--", field.name);
+    if (value.empty()) {
+      setting = absl::StrCat("TANDEM_", absl::AsciiStrToUpper(field.name));
+      value = environment(setting);
+    }
+    if (value.empty()) continue;
+    if (!field.is_path) TANDEM_RETURN_IF_ERROR(CheckAddress(value, setting));
+    settings.*field.value = value;
   }
   Connection connection;
   connection.trainer_address = settings.trainer.empty() ? "127.0.0.1:7070" : settings.trainer;
@@ -176,18 +202,35 @@ absl::StatusOr<Connection> ResolveConnection(const ConnectionFlags& flags,
 
 absl::Status CallStatus(const grpc::Status& status, const std::string& server, const std::string& address) {
   const absl::Status ours = FromGrpc(status);
+  const std::string words(ours.message()), at = absl::StrCat(server, " at ", address);
+  // Words of gRPC's own, which a server without the method says: ours, of C++, another in Python, one that speaks HTTP alone.
+  if (absl::IsUnimplemented(ours) &&
+      (words.empty() || absl::StartsWith(words, "Method not found") || absl::StrContains(words, "http2 header with status"))) {
+    const char* const other = server == "trainer_server" ? "rollout_server" : "trainer_server";
+    return absl::UnimplementedError(
+        absl::StrCat(at, ": what answers there is none (is it the ", other, ", or another version?)"));
+  }
   if (!absl::IsUnavailable(ours)) return ours;
-  const std::string words(ours.message());
-  if (!absl::StrContains(words, "failed to connect")) return Annotate(ours, absl::StrCat(server, " at ", address));
-  // gRPC's own words are of attempts and addresses. One that someone answered and hung up on is about TLS.
+  if (absl::StartsWith(words, "DNS resolution failed"))
+    return absl::UnavailableError(absl::StrCat(at, ": no address is known for its host"));
+  if (!absl::StrContains(words, "failed to connect")) return Annotate(ours, at);
+  // gRPC's own words are of attempts and addresses. "Peer name node-1 is not in peer certificate":
+  constexpr char kPeerName[] = "Peer name ";
+  if (const std::size_t end = words.find(" is not in peer certificate"); end != words.npos) {
+    const std::size_t begin = words.rfind(kPeerName, end) + sizeof(kPeerName) - 1;
+    return absl::UnavailableError(absl::StrCat(at, ": the server's certificate does not name ", words.substr(begin, end - begin),
+                                               ": reach it at an address that it names, or give it one of this name"));
+  }
+  if (absl::StrContains(words, "Failed parsing HTTP/2"))
+    return absl::UnavailableError(
+        absl::StrCat(at, ": what answers there does not speak gRPC (is it the port of --metrics or --http_address?)"));
+  // One that someone answered and hung up on is about TLS.
   if (absl::StrContains(words, "andshak") || absl::StrContains(words, "Socket closed"))
-    return Annotate(ours,
-                    absl::StrCat(server, " at ", address,
-                                 ": no agreement on TLS: either only one side speaks it (this one does with `ca`), or ca, cert "
-                                 "or key do not fit"));
+    return Annotate(ours, absl::StrCat(at,
+                                       ": no agreement on TLS: either only one side speaks it (this one does with `ca`), or ca, "
+                                       "cert or key do not fit"));
   return absl::UnavailableError(
-      absl::StrCat(server, " at ", address,
-                   " does not answer: it is not running there, or still starting; tandem status --wait=60s waits for it"));
+      absl::StrCat(at, " does not answer: it is not running there, or still starting; tandem status --wait=60s waits for it"));
 }
 
 }  // namespace tandem

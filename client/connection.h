@@ -43,11 +43,13 @@ struct ConnectionFlags {
 // $XDG_CONFIG_HOME/tandem/config.json, else ~/.config/tandem/config.json:
 //   {"context": "node-1", "contexts": {"node-1": {"trainer": "node-1:7070", "ca": "ca.pem", "token_file": "token"}}}
 // with paths relative to its folder. The context is --context, else TANDEM_CONTEXT, else the file's; "none": of none of them.
-// Errors: NOT_FOUND (file, context), INVALID_ARGUMENT naming file and key, PERMISSION_DENIED (key or token that others may read).
+// An address is HOST:PORT or unix:PATH. Errors: NOT_FOUND (file, context), INVALID_ARGUMENT naming flag, variable, or file and
+// key, PERMISSION_DENIED (key or token that others may read).
 absl::StatusOr<Connection> ResolveConnection(const ConnectionFlags& flags,
                                              const std::function<std::string(const std::string&)>& environment);
 
-// The server's status as ours, with the address in front when the server could not be reached.
+// The server's status as ours: with the address and, for gRPC's words, a person's, when it could not be reached or has no such
+// call. client/python/tandem/connection.py does the same.
 absl::Status CallStatus(const grpc::Status& status, const std::string& server, const std::string& address);
 
 }  // namespace tandem

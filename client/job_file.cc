@@ -1,11 +1,17 @@
 #include "client/job_file.h"
 
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <map>
+#include <set>
 #include <sstream>
+#include <utility>
 
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "common/base/clock.h"
 #include "common/base/hash.h"
@@ -22,11 +28,45 @@ constexpr absl::Duration kUploadPatience = absl::Minutes(2);  // without a byte 
 constexpr absl::Duration kUploadRetryInterval = absl::Seconds(1);
 constexpr std::uintmax_t kJobFileLimit = 256 * kKiB;
 
+// By path from `message` on, the values of every enumeration that a field called `name` holds.
+void FindEnumerations(const google::protobuf::Descriptor* message, const std::string& name, const std::string& prefix,
+                      std::set<const google::protobuf::Descriptor*>* seen, std::map<std::string, std::string>* values) {
+  if (!seen->insert(message).second) return;
+  for (int i = 0; i < message->field_count(); ++i) {
+    const google::protobuf::FieldDescriptor* const field = message->field(i);
+    const std::string path = prefix + field->name();
+    if (field->message_type() != nullptr) FindEnumerations(field->message_type(), name, path + ".", seen, values);
+    if (field->enum_type() == nullptr || field->name() != name) continue;
+    std::vector<std::string> names;
+    for (int k = 0; k < field->enum_type()->value_count(); ++k) {
+      if (field->enum_type()->value(k)->number() != 0) names.push_back(field->enum_type()->value(k)->name());
+    }
+    (*values)[path] = absl::StrJoin(names, ", ");
+  }
+}
+
+// The parser's message, with the values that the field may have where it is about an enumeration.
+std::string WithAllowedValues(const std::string& message) {
+  constexpr char kUnknown[] = "Unknown enumeration value of ", kField[] = " for field \"";
+  const std::size_t field = message.rfind(kField);
+  if (message.rfind(kUnknown, 0) != 0 || field == message.npos) return message;
+  const std::size_t begin = field + sizeof(kField) - 1;
+  std::map<std::string, std::string> values;
+  std::set<const google::protobuf::Descriptor*> seen;
+  FindEnumerations(v1::JobSpec::descriptor(), message.substr(begin, message.find('"', begin) - begin), "", &seen, &values);
+  if (values.empty()) return message;
+  // The parser does not say of which message the field is.
+  const std::string allowed =
+      values.size() == 1 ? values.begin()->second : absl::StrJoin(values, "; ", absl::PairFormatter(": "));
+  return absl::StrCat(absl::StripSuffix(message, "."), "; must be ", allowed);
+}
+
 class FaultCollector final : public google::protobuf::io::ErrorCollector {
  public:
   explicit FaultCollector(std::string source) : source_(std::move(source)) {}
   void AddError(int line, int column, const std::string& message) override {
-    absl::StrAppend(&faults_, faults_.empty() ? "" : "\n", source_, ":", line + 1, ":", column + 1, ": ", message);
+    absl::StrAppend(&faults_, faults_.empty() ? "" : "\n", source_, ":", line + 1, ":", column + 1, ": ",
+                    WithAllowedValues(message));
   }
   void AddWarning(int line, int column, const std::string& message) override { AddError(line, column, message); }
   const std::string& faults() const { return faults_; }
@@ -43,15 +83,20 @@ absl::Status MergeText(const std::string& text, const std::string& source, v1::J
   return absl::InvalidArgumentError(collector.faults());
 }
 
-absl::StatusOr<std::string> HashFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::NotFoundError(absl::StrCat("cannot read ", path));
+// `field` names it in errors.
+absl::StatusOr<std::string> HashFile(const std::string& field, const std::string& path) {
+  std::error_code error;
+  std::filesystem::file_size(path, error);  // a folder has none
+  std::ifstream file;
+  if (!error) file.open(path, std::ios::binary);
+  if (!error && !file) error = std::error_code(errno, std::generic_category());
+  if (error) return absl::NotFoundError(absl::StrCat(field, ": cannot read ", path, ": ", error.message()));
   Sha256 hash;
   std::string piece(kPieceBytes, '\0');
   while (file.read(piece.data(), static_cast<std::streamsize>(piece.size())) || file.gcount() > 0) {
     hash.Update(piece.data(), static_cast<std::size_t>(file.gcount()));
   }
-  if (file.bad()) return absl::DataLossError(absl::StrCat("reading ", path, " failed"));
+  if (file.bad()) return absl::DataLossError(absl::StrCat(field, ": reading ", path, " failed"));
   return hash.Finish();
 }
 
@@ -121,27 +166,32 @@ absl::Status SendFile(v1::JobService::Stub* trainer, const Connection& connectio
   return Annotate(status, absl::StrCat("uploading ", path));
 }
 
-// Calls `visit(path)` for each file that the job names and stores the content address it gives in place of the path.
-absl::Status ReplaceFiles(v1::JobSpec* spec, const std::function<absl::StatusOr<std::string>(const std::string& path)>& visit) {
+// Calls `visit(field, path)` for each file that the job names and stores the content address it gives in place of the path.
+absl::Status ReplaceFiles(
+    v1::JobSpec* spec,
+    const std::function<absl::StatusOr<std::string>(const std::string& field, const std::string& path)>& visit) {
   if (!spec->data().path().empty()) {
-    TANDEM_ASSIGN_OR_RETURN(*spec->mutable_data()->mutable_content(), visit(spec->data().path()));
+    TANDEM_ASSIGN_OR_RETURN(*spec->mutable_data()->mutable_content(), visit("data.path", spec->data().path()));
     spec->mutable_data()->clear_path();
   }
   if (!spec->evaluation().path().empty()) {
-    TANDEM_ASSIGN_OR_RETURN(*spec->mutable_evaluation()->mutable_content(), visit(spec->evaluation().path()));
+    TANDEM_ASSIGN_OR_RETURN(*spec->mutable_evaluation()->mutable_content(), visit("evaluation.path", spec->evaluation().path()));
     spec->mutable_evaluation()->clear_path();
   }
   if (!spec->adapter().start_path().empty()) {
     v1::AdapterConfig* adapter = spec->mutable_adapter();
+    const std::string field = "adapter.start_path";
     const std::filesystem::path directory(adapter->start_path());
-    TANDEM_ASSIGN_OR_RETURN(*adapter->mutable_start_config_content(), visit((directory / "adapter_config.json").string()));
-    TANDEM_ASSIGN_OR_RETURN(*adapter->mutable_start_weights_content(), visit((directory / "adapter_model.safetensors").string()));
+    TANDEM_ASSIGN_OR_RETURN(*adapter->mutable_start_config_content(), visit(field, (directory / "adapter_config.json").string()));
+    TANDEM_ASSIGN_OR_RETURN(*adapter->mutable_start_weights_content(),
+                            visit(field, (directory / "adapter_model.safetensors").string()));
     adapter->clear_start_path();
   }
-  for (v1::RewardConfig& reward : *spec->mutable_rewards()) {
-    if (reward.python_function().path().empty()) continue;
-    v1::PythonFunction* python = reward.mutable_python_function();
-    TANDEM_ASSIGN_OR_RETURN(*python->mutable_content(), visit(python->path()));
+  for (int i = 0; i < spec->rewards_size(); ++i) {
+    if (spec->rewards(i).python_function().path().empty()) continue;
+    v1::PythonFunction* python = spec->mutable_rewards(i)->mutable_python_function();
+    TANDEM_ASSIGN_OR_RETURN(*python->mutable_content(),
+                            visit(absl::StrCat("rewards[", i, "].python_function.path"), python->path()));
     if (python->file_name().empty()) python->set_file_name(std::filesystem::path(python->path()).filename().string());
     python->clear_path();
   }
@@ -201,8 +251,8 @@ absl::Status AddPythonRewards(const std::string& rewards, v1::JobSpec* spec) {
 
 absl::Status UploadFiles(const Connection& connection, v1::JobSpec* spec) {
   auto trainer = connection.Trainer();
-  return ReplaceFiles(spec, [&](const std::string& path) -> absl::StatusOr<std::string> {
-    TANDEM_ASSIGN_OR_RETURN(const std::string sha256, HashFile(path));
+  return ReplaceFiles(spec, [&](const std::string& field, const std::string& path) -> absl::StatusOr<std::string> {
+    TANDEM_ASSIGN_OR_RETURN(const std::string sha256, HashFile(field, path));
     TANDEM_RETURN_IF_ERROR(SendFile(trainer.get(), connection, path, sha256));
     return sha256;
   });

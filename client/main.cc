@@ -10,8 +10,20 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "absl/flags/usage_config.h"
+#include "absl/strings/match.h"
 #include "client/commands.h"
 #include "common/base/printable.h"
+
+namespace {
+
+// Each --set in the order given: of a flag that is given again, Abseil keeps the last value.
+std::vector<std::string>& Overrides() {
+  static std::vector<std::string> texts;
+  return texts;
+}
+
+}  // namespace
 
 ABSL_FLAG(std::string, context, "", "of the configuration file; 'none': without it. Default TANDEM_CONTEXT, else the file's own");
 ABSL_FLAG(std::string, trainer, "", "address of trainer_server; default TANDEM_TRAINER, else the context's, else 127.0.0.1:7070");
@@ -21,8 +33,10 @@ ABSL_FLAG(std::string, ca, "",
 ABSL_FLAG(std::string, cert, "", "PEM file: this client's certificate, for mutual TLS. Default TANDEM_CERT, the context's");
 ABSL_FLAG(std::string, key, "", "PEM file: its key. Default TANDEM_KEY, the context's");
 ABSL_FLAG(std::string, token_file, "", "file with the token. Default TANDEM_TOKEN (the token), TANDEM_TOKEN_FILE, the context's");
-ABSL_FLAG(absl::Duration, timeout, absl::Seconds(30), "limit of one call; streams are not bound by it");
-ABSL_FLAG(absl::Duration, wait, absl::ZeroDuration(), "status: wait so long for daemons that are starting, as 60s");
+ABSL_FLAG(absl::Duration, timeout, absl::Seconds(30),
+          "limit of one call, with a unit, as 60s or 10m; streams are not bound by it");
+ABSL_FLAG(absl::Duration, wait, absl::ZeroDuration(),
+          "status: wait so long for daemons that are starting, with a unit, as 60s or 10m");
 ABSL_FLAG(bool, json, false, "print JSON, one object a line");
 ABSL_FLAG(std::string, run_dir, "", "doctor: that of the daemons; empty: their default");
 ABSL_FLAG(std::string, data_dir, "", "doctor: the folder that holds those of both daemons; empty: their default");
@@ -31,8 +45,12 @@ ABSL_FLAG(std::string, rollout_metrics, "127.0.0.1:9091", "doctor: --metrics of 
 ABSL_FLAG(std::string, trainer_metrics, "127.0.0.1:9090", "doctor: --metrics of trainer_server");
 ABSL_FLAG(std::string, http_address, "127.0.0.1:7072", "doctor: that of trainer_server");
 ABSL_FLAG(bool, watch, false, "submit: follow the job until it ends");
-ABSL_FLAG(std::vector<std::string>, set, {},
-          "submit, plan: fields in text format merged over the job file, as --set='seed: 1,num_steps: 5'");
+ABSL_FLAG(
+    std::string, set, "",
+    "submit, plan: fields in text format merged over the job file, as --set='seed: 1,num_steps: 5'; may be given more than once")
+    .OnUpdate([] {
+      if (const std::string text = absl::GetFlag(FLAGS_set); !text.empty()) Overrides().push_back(text);
+    });
 ABSL_FLAG(
     std::string, rewards, "",
     "submit, plan: reward functions in Python beside those of the job file, as --rewards=my_rewards.py:correct,well_formed");
@@ -129,6 +147,10 @@ absl::Status Completions(const tandem::Connection& connection, const tandem::Wor
 
 int main(int argc, char** argv) {
   absl::SetProgramUsageMessage(kUsage);
+  absl::FlagsUsageConfig usage;
+  usage.contains_help_flags = [](absl::string_view file) { return absl::EndsWith(file, "client/main.cc"); };
+  usage.version_string = [] { return absl::StrCat("tandem ", TANDEM_VERSION, "\n"); };
+  absl::SetFlagsUsageConfig(usage);
   std::vector<char*> arguments = NumbersLast({argv, argv + argc});
   const std::vector<char*> positional = absl::ParseCommandLine(static_cast<int>(arguments.size()), arguments.data());
   tandem::Words words(positional.begin() + 1, positional.end());
@@ -154,8 +176,7 @@ int main(int argc, char** argv) {
   connection.timeout = absl::GetFlag(FLAGS_timeout);
   connection.json = absl::GetFlag(FLAGS_json);
   const std::string tensorboard = absl::GetFlag(FLAGS_tensorboard);
-  const tandem::SubmitOptions submit{absl::GetFlag(FLAGS_watch), tensorboard, absl::GetFlag(FLAGS_set),
-                                     absl::GetFlag(FLAGS_rewards)};
+  const tandem::SubmitOptions submit{absl::GetFlag(FLAGS_watch), tensorboard, Overrides(), absl::GetFlag(FLAGS_rewards)};
 
   absl::Status status;
   if (command == "submit")

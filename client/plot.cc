@@ -1,14 +1,21 @@
 #include "client/plot.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "common/base/unique_fd.h"
 
 namespace tandem {
 namespace {
@@ -57,6 +64,16 @@ std::pair<double, double> Range(const Panel& panel) {
     for (const auto& [step, value] : curve.points) range = {std::min(range.first, value), std::max(range.second, value)};
   }
   return range;
+}
+
+// gnuplot draws to its standard output where it cannot write to the file that it was told.
+absl::Status CheckWritable(const std::string& png) {
+  struct stat found {};
+  const bool is_there = ::lstat(png.c_str(), &found) == 0;
+  const UniqueFd file(::open(png.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666));
+  if (!file.is_open()) return absl::InvalidArgumentError(absl::StrCat("--png: cannot write ", png, ": ", std::strerror(errno)));
+  if (!is_there) ::unlink(png.c_str());
+  return absl::OkStatus();
 }
 
 // Within gnuplot's single quotes.
@@ -123,6 +140,7 @@ std::string PlotScript(const std::vector<Panel>& panels, const std::string& png,
 }
 
 absl::Status DrawPanels(const std::vector<Panel>& panels, const std::string& png, std::size_t width) {
+  if (!png.empty()) TANDEM_RETURN_IF_ERROR(CheckWritable(png));
   const std::string script = PlotScript(panels, png, width);
   std::fflush(stdout);
   std::FILE* const gnuplot = ::popen("gnuplot", "we");

@@ -28,7 +28,7 @@ absl::StatusOr<std::vector<Panel>> MakePanels(const JobHistory& history, const s
 // gnuplot's script that draws `panels`, data included. `png` empty: text of `width` characters.
 std::string PlotScript(const std::vector<Panel>& panels, const std::string& png, std::size_t width);
 
-// Errors: FAILED_PRECONDITION (gnuplot is missing), INTERNAL (it fails).
+// Errors: INVALID_ARGUMENT (`png` cannot be written), FAILED_PRECONDITION (gnuplot is missing), INTERNAL (it fails).
 absl::Status DrawPanels(const std::vector<Panel>& panels, const std::string& png, std::size_t width);
 
 }  // namespace tandem

@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
@@ -246,12 +247,60 @@ TEST_F(ClientTest, FaultyJobFileIsNamedWithLineAndColumn) {
   EXPECT_TRUE(trainer_.job_text.empty());
 }
 
-TEST_F(ClientTest, MissingDataFileIsNamed) {
+TEST_F(ClientTest, UnknownEnumerationValueIsToldWithThoseAllowed) {
+  const std::string directory = FreshDirectory("enumeration");
+  const std::string path = directory + "/job.textproto";
+  const auto why = [&](const std::string& text, const std::vector<std::string>& overrides) {
+    WriteFile(path, text);
+    return std::string(ReadJobFile(path, overrides).status().message());
+  };
+  const std::string kl = R"("K9" for field "kl_estimator"; must be KL_ESTIMATOR_K1, KL_ESTIMATOR_K2, KL_ESTIMATOR_K3)";
+  const std::string preset = R"(Unknown enumeration value of "DR_GRPO" for field "preset"; must be LOSS_PRESET_GRPO, )";
+  EXPECT_THAT(why("loss { preset: DR_GRPO }", {}), HasSubstr("job.textproto:1:24: " + preset));
+  EXPECT_THAT(why("loss { preset: DR_GRPO }", {}), HasSubstr(", LOSS_PRESET_DR_GRPO, "));
+  EXPECT_THAT(why("loss { preset: DR_GRPO }", {}), Not(HasSubstr("UNSPECIFIED")));
+  EXPECT_THAT(why("", {"loss { preset: DR_GRPO }"}), HasSubstr("--set 'loss { preset: DR_GRPO }':1:24: " + preset));
+  EXPECT_THAT(why("loss { kl_estimator: K9 }", {}), HasSubstr(kl));
+  // Two fields of the name.
+  EXPECT_THAT(why("loss { aggregation: MEAN }", {}),
+              HasSubstr("; must be advantage.aggregation: REWARD_AGGREGATION_SUM_THEN_NORMALIZE, "));
+  EXPECT_THAT(why("loss { aggregation: MEAN }", {}), HasSubstr("; loss.aggregation: AGGREGATION_SEQUENCE_MEAN, "));
+}
+
+TEST_F(ClientTest, AnOverrideIsOneTextWhateverItsCommas) {
+  const std::string directory = FreshDirectory("override");
+  WriteFile(directory + "/job.textproto", "seed: 3 num_steps: 4");
+  const auto spec =
+      ReadJobFile(directory + "/job.textproto",
+                  {"seed: 0,num_steps: 15", "name: \"a,b\"; rollout { sampling { temperature: 1, max_tokens: 5 } },"});
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  EXPECT_EQ(spec->seed(), 0u);
+  EXPECT_EQ(spec->num_steps(), 15u);
+  EXPECT_EQ(spec->name(), "a,b");
+  EXPECT_EQ(spec->rollout().sampling().max_tokens(), 5u);
+}
+
+TEST_F(ClientTest, FileThatCannotBeReadIsNamedWithItsFieldAndTheReason) {
   const std::string directory = FreshDirectory("missing");
-  WriteFile(directory + "/job.textproto", "data { path: \"absent.jsonl\" }");
-  const absl::Status status = Submit(connection_, {directory + "/job.textproto"}, {});
-  EXPECT_TRUE(absl::IsNotFound(status));
-  EXPECT_THAT(std::string(status.message()), HasSubstr("absent.jsonl"));
+  const auto why = [&](const std::string& text) {
+    WriteFile(directory + "/job.textproto", text);
+    const absl::Status status = Submit(connection_, {directory + "/job.textproto"}, {});
+    EXPECT_TRUE(absl::IsNotFound(status)) << status;
+    return std::string(status.message());
+  };
+  const std::string absent = ": cannot read " + directory + "/absent: No such file or directory";
+  EXPECT_EQ(why("data { path: \"absent\" }"), "data.path" + absent);
+  EXPECT_EQ(why("evaluation { path: \"absent\" }"), "evaluation.path" + absent);
+  EXPECT_EQ(why("rewards { ended_by_itself {} } rewards { python_function { path: \"absent\" function: \"f\" } }"),
+            "rewards[1].python_function.path" + absent);
+  EXPECT_EQ(why("adapter { start_path: \".\" }"),
+            "adapter.start_path: cannot read " + directory + "/adapter_config.json: No such file or directory");
+  std::filesystem::create_directory(directory + "/folder");
+  EXPECT_EQ(why("data { path: \"folder\" }"), "data.path: cannot read " + directory + "/folder: Is a directory");
+  if (::geteuid() == 0) return;  // may read all
+  WriteFile(directory + "/closed", "");
+  std::filesystem::permissions(directory + "/closed", std::filesystem::perms::none);
+  EXPECT_EQ(why("data { path: \"closed\" }"), "data.path: cannot read " + directory + "/closed: Permission denied");
 }
 
 TEST_F(ClientTest, ExportWritesFilesAndRefusesNamesThatLeaveTheDirectory) {
@@ -283,6 +332,14 @@ TEST_F(ClientTest, UnreachableServerIsNamedWithItsAddress) {
   EXPECT_TRUE(absl::IsUnavailable(status));
   EXPECT_THAT(std::string(status.message()),
               HasSubstr("trainer_server at 127.0.0.1:1 does not answer: it is not running there, or still starting"));
+}
+
+TEST_F(ClientTest, AServerOfOtherCallsIsSaidToBeNone) {
+  connection_.rollout_address = connection_.trainer_address;
+  const absl::Status status = ShowStatus(connection_, {}, absl::ZeroDuration());
+  EXPECT_EQ(std::string(status.message()),
+            absl::StrCat("rollout_server at ", connection_.rollout_address,
+                         ": what answers there is none (is it the trainer_server, or another version?)"));
 }
 
 TEST_F(ClientTest, AnUploadGoesOnWhereTheConnectionBroke) {
@@ -424,6 +481,28 @@ TEST_F(ClientTest, PlotDrawsWhatWasRecorded) {
   const absl::Status unknown = Plot(connection_, {"addition-1"}, {png, {"kl"}});
   EXPECT_THAT(std::string(unknown.message()), HasSubstr("recorded no 'kl'; it has: reward, grad_norm, step_time"));
   EXPECT_TRUE(absl::IsFailedPrecondition(Plot(connection_, {"new-1"}, {png, {}})));
+}
+
+// Else gnuplot writes the picture to the terminal.
+TEST(PlotTest, FileThatCannotBeWrittenIsToldBeforeAnythingIsDrawn) {
+  const std::string directory = FreshDirectory("no_png");
+  const std::vector<Panel> panels = {{.title = "reward", .curves = {{"step", "points", {{1, 1}, {2, 3}}}}}};
+  for (const auto& [png, reason] : std::map<std::string, std::string>{{directory + "/absent/x.png", "No such file or directory"},
+                                                                      {directory, "Is a directory"}}) {
+    ::testing::internal::CaptureStdout();
+    const absl::Status status = DrawPanels(panels, png, 80);
+    EXPECT_EQ(::testing::internal::GetCapturedStdout(), "");
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    EXPECT_EQ(std::string(status.message()), absl::StrCat("--png: cannot write ", png, ": ", reason));
+  }
+  const std::string path = std::getenv("PATH"), png = directory + "/x.png";
+  ::setenv("PATH", directory.c_str(), 1);
+  EXPECT_TRUE(absl::IsFailedPrecondition(DrawPanels(panels, png, 80)));
+  EXPECT_FALSE(std::filesystem::exists(png)) << "left by a plot that was not drawn";
+  WriteFile(png, "kept");
+  EXPECT_TRUE(absl::IsFailedPrecondition(DrawPanels(panels, png, 80)));
+  ::setenv("PATH", path.c_str(), 1);
+  EXPECT_EQ(ReadFile(png), "kept");
 }
 
 // More than the pipe to it holds.

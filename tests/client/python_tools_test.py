@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """The package's command-line tools, with stand-ins in place of the libraries that are optional."""
 import contextlib
+import importlib
 import importlib.util
+import inspect
 import io
 import json
 import os
+import re
 import sys
 import tempfile
 import types
@@ -228,6 +231,98 @@ class ConnectionTest(unittest.TestCase):
         self.fails("PERMISSION_DENIED", "others may read .*/shown: chmod 600", context="none", ca=ca, token_file=shown)
         with self.assertRaisesRegex(TypeError, "no setting 'tls'"):
             self.resolve(tls=True)
+
+    def test_addresses_are_host_and_port_or_a_socket(self):
+        for address in ("127.0.0.1:7070", "node-1:1", "node-1.example.org:65535", "[::1]:7070", "[fe80::1%eth0]:7070",
+                        "unix:/run/trainer.grpc", "unix:trainer.grpc"):
+            self.assertEqual(self.resolve(context="none", trainer=address).trainer, address)
+        for address in ("127.0.0.1", "node-1", ":7070", ":99999", "node-1:0", "node-1:65536", "node-1:99999999999", "node-1:", "node-1:x",
+                        "node-1:-1", "node-1:+1", "node-1: 1", "::1:7070", "[::1]", "[]:7070", "[node-1]:7070",
+                        "http://127.0.0.1:27070", "http://node-1", "two words:7070", "unix:", "node-1:7070\n"):
+            words = re.escape(f": '{address}'; must be HOST:PORT with a port of 1 to 65535, or unix:PATH")
+            self.fails("INVALID_ARGUMENT", "^trainer" + words, context="none", trainer=address)
+            self.fails("INVALID_ARGUMENT", "^TANDEM_TRAINER" + words, {"TANDEM_TRAINER": address}, context="none")
+        self.write("config.json", '{"context": "x", "contexts": {"x": {"trainer": "node-1"}}}')
+        self.fails("INVALID_ARGUMENT", "config.json: context 'x': trainer: 'node-1'; must be HOST:PORT")
+
+    def told(self, code, words):
+        error = self.connection.error_of(code, words, "node-1:7070")
+        self.assertEqual(error.code, code)
+        return str(error)
+
+    def test_grpcs_words_are_told_as_a_person_would(self):
+        for words in ("", "Method not found!", "Received http2 header with status: 404"):
+            self.assertEqual(self.told("UNIMPLEMENTED", words),
+                             "trainer_server at node-1:7070: what answers there is none (is it the rollout_server, or another version?)")
+        self.assertEqual(self.told("UNIMPLEMENTED", "target_modules is not a list"), "target_modules is not a list")
+        failed = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:7070: "
+        self.assertEqual(self.told("UNAVAILABLE", failed + "Failed to connect to remote host: Connection refused"),
+                         "trainer_server at node-1:7070 does not answer: it is not running there, or still starting; "
+                         "tandem status --wait=60s waits for it")
+        self.assertEqual(self.told("UNAVAILABLE", failed + "Peer name node-1 is not in peer certificate"),
+                         "trainer_server at node-1:7070: the server's certificate does not name node-1: reach it at an address that it "
+                         "names, or give it one of this name")
+        self.assertIn("no agreement on TLS", self.told("UNAVAILABLE", failed + "Ssl handshake failed: SSL_ERROR_SSL"))
+        self.assertIn("no agreement on TLS", self.told("UNAVAILABLE", failed + "Socket closed"))
+        self.assertIn("what answers there does not speak gRPC", self.told("UNAVAILABLE", failed + "Failed parsing HTTP/2"))
+        self.assertEqual(self.told("UNAVAILABLE", "DNS resolution failed for node-1:7070: C-ares status"),
+                         "trainer_server at node-1:7070: no address is known for its host")
+        self.assertEqual(self.told("UNAVAILABLE", "stopping"), "trainer_server at node-1:7070: stopping")
+        self.assertEqual(self.told("NOT_FOUND", "no job 'x'"), "no job 'x'")
+
+
+class ClientTest(unittest.TestCase):
+    """Without a server; tests/system/python_client.py has one."""
+
+    def setUp(self):
+        class RpcError(Exception):
+            code = staticmethod(lambda: types.SimpleNamespace(name="UNAVAILABLE"))
+            details = staticmethod(lambda: "failed to connect to all addresses; last error: UNKNOWN: refused")
+
+        class ParseError(Exception):
+            pass
+
+        def parse(text, spec):
+            raise ParseError(text)
+
+        grpc, package, contracts = (types.ModuleType(name) for name in ("grpc", "tandem", "tandem.contracts"))
+        google, protobuf = types.ModuleType("google"), types.ModuleType("google.protobuf")
+        grpc.RpcError, package.__path__, package.contracts = RpcError, [TOOLS], contracts
+        contracts.JobSpec, contracts.enum_values = lambda: None, lambda name: [f"{name}_A", f"{name}_B"]
+        protobuf.text_format = types.SimpleNamespace(Parse=parse, ParseError=ParseError)
+        stand_ins = library(**{"grpc": grpc, "tandem": package, "tandem.contracts": contracts, "google": google, "google.protobuf": protobuf,
+                               "tandem.connection": None, "tandem.client": None})
+        stand_ins.__enter__()
+        self.addCleanup(stand_ins.__exit__, None, None, None)
+        del sys.modules["tandem.connection"], sys.modules["tandem.client"]
+        self.rpc_error = RpcError
+        self.client = importlib.import_module("tandem.client")
+
+    def test_absent_daemon_is_told_as_the_command_tells_it(self):
+        client = object.__new__(self.client.Client)
+        client.trainer = "node-1:7070"
+
+        def call():
+            raise self.rpc_error()
+
+        with self.assertRaisesRegex(self.client.TandemError, "^uploading x: trainer_server at node-1:7070 does not answer: it is not running"):
+            client._guard(call, "uploading x: ")
+
+    def test_one_reward_function_needs_no_list(self):
+        wanted = [(os.path.abspath("rw.py"), "correct")]
+        self.assertEqual(self.client.sources_of("rw.py:correct"), wanted)
+        self.assertEqual(self.client.sources_of(["rw.py:correct"]), wanted)
+        self.assertEqual(self.client.sources_of(("rw.py:correct", "rw.py:other")), [*wanted, (wanted[0][0], "other")])
+        self.assertEqual(self.client.sources_of(()), [])
+        self.assertEqual(self.client.sources_of(inspect.getmodule), [(inspect.__file__, "getmodule")])
+        with self.assertRaisesRegex(self.client.TandemError, "rewards: 'correct'; must be FILE:FUNCTION or a function"):
+            self.client.sources_of("correct")
+
+    def test_unknown_enumeration_value_is_told_with_those_allowed(self):
+        for fault, told in (('1:9 : Enum type "e.E" has no value named DR_GRPO.', 'has no value named DR_GRPO; must be e.E_A, e.E_B$'),
+                            ("1:1 : no field {", "^job:1:1 : no field {$")):
+            with self.assertRaisesRegex(self.client.TandemError, told):
+                self.client.read_job(fault + "\n" if fault.endswith("{") else fault)
 
 
 unittest.main()

@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import os
+import re
 import time
 
 import grpc
@@ -23,7 +24,7 @@ _ENDED = ("succeeded", "failed", "cancelled")
 
 
 class Client:
-    """A trainer_server at `trainer` ("host:port"), else that of the configuration file. Thread-safe."""
+    """A trainer_server at `trainer` ("host:port" or "unix:path"), else that of the configuration file. Thread-safe."""
 
     def __init__(self, trainer=None, timeout=30.0, **settings):
         """`timeout`: seconds of one call; streams are not bound by it, and submit and plan may take longer.
@@ -50,8 +51,8 @@ class Client:
         """Checks, uploads what the job names, queues; the job's id.
 
         `job`: path of a job file, text of one, or a contracts.JobSpec. `rewards`: further reward functions of weight 1, each a function
-        that stands in a file, or "file.py:function". `fields`: top-level fields put over the job's, as num_steps=5. Warnings go to
-        `warnings` of the returned id. Raises TandemError, FileNotFoundError.
+        that stands in a file, or "file.py:function"; one alone needs no list. `fields`: top-level fields put over the job's, as
+        num_steps=5. Warnings go to `warnings` of the returned id. Raises TandemError, FileNotFoundError.
         """
         request = contracts.SubmitRequest(job_text=text_format.MessageToString(self._complete(job, rewards, fields)))
         response = self._call("Submit", request, max(self.timeout, CHECK_SECONDS))
@@ -165,8 +166,7 @@ class Client:
             if name not in spec.DESCRIPTOR.fields_by_name:
                 raise TandemError("INVALID_ARGUMENT", f"JobSpec has no field '{name}'")
             spec.MergeFrom(contracts.JobSpec(**{name: value}))
-        for reward in rewards:
-            path, function = source_of(reward)
+        for path, function in sources_of(rewards):
             added = spec.rewards.add(weight=1)
             added.python_function.path, added.python_function.function = path, function
         self._replace_files(spec, folder)
@@ -263,8 +263,8 @@ class Client:
         try:
             return call()
         except grpc.RpcError as error:
-            where = f"trainer_server at {self.trainer}: " if error.code() == grpc.StatusCode.UNAVAILABLE else ""
-            raise TandemError(error.code().name, f"{context}{where}{error.details()}") from None
+            told = connection.error_of(error.code().name, error.details() or "", self.trainer)
+            raise TandemError(told.code, f"{context}{told}") from None
 
 
 class JobId(str):
@@ -299,7 +299,18 @@ def read_job(job):
     try:
         return text_format.Parse(text, contracts.JobSpec()), folder
     except text_format.ParseError as error:
-        raise TandemError("INVALID_ARGUMENT", f"{name}:{error}") from None
+        raise TandemError("INVALID_ARGUMENT", f"{name}:{_with_allowed_values(str(error))}") from None
+
+
+def _with_allowed_values(fault):
+    """The parser's words, with what the field may hold where they are about an enumeration."""
+    enum = re.search(r'Enum type "([\w.]+)" has no value named', fault)
+    return f"{fault.rstrip('.')}; must be {', '.join(contracts.enum_values(enum[1]))}" if enum else fault
+
+
+def sources_of(rewards):
+    """Of each of `rewards`, or of the one that it is: source_of."""
+    return [source_of(reward) for reward in ([rewards] if isinstance(rewards, str) or callable(rewards) else rewards)]
 
 
 def source_of(reward):

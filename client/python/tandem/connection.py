@@ -63,6 +63,43 @@ class Connection:
         return grpc.secure_channel(self.trainer, credentials, options=options)
 
 
+def check_address(address, setting):
+    """HOST:PORT, of IPv6 with HOST in brackets, or unix:PATH. `setting` names it in errors. Raises TandemError."""
+    found = re.fullmatch(r"(?:\[[^\[\]/\s]*:[^\[\]/\s]*\]|[^\[\]:/\s]+):([0-9]{1,5})", address)
+    if not (found and 1 <= int(found[1]) <= 65535 or address.startswith("unix:") and address != "unix:"):
+        raise TandemError("INVALID_ARGUMENT",
+                          f"{setting}: '{address}'; must be HOST:PORT with a port of 1 to 65535, or unix:PATH")
+
+
+def error_of(code, words, address):
+    """A call to trainer_server that failed with gRPC's `code` and `words`, as the command's CallStatus (client/connection.cc)
+    tells it: a TandemError."""
+    where = f"trainer_server at {address}"
+    if code == "UNIMPLEMENTED" and (not words or words.startswith("Method not found") or "http2 header with status" in words):
+        words = f"{where}: what answers there is none (is it the rollout_server, or another version?)"
+    elif code == "UNAVAILABLE":
+        words = where + _unavailable(words)
+    return TandemError(code, words)
+
+
+def _unavailable(words):
+    """What follows the address."""
+    if words.startswith("DNS resolution failed"):
+        return ": no address is known for its host"
+    if "failed to connect" not in words:
+        return f": {words}"
+    # gRPC's own words are of attempts and addresses.
+    if peer := re.search("Peer name (.*) is not in peer certificate", words):
+        return f": the server's certificate does not name {peer[1]}: reach it at an address that it names, or give it one of this name"
+    if "Failed parsing HTTP/2" in words:
+        return ": what answers there does not speak gRPC (is it the port of --metrics or --http_address?)"
+    # One that someone answered and hung up on is about TLS.
+    if "andshak" in words or "Socket closed" in words:
+        return (": no agreement on TLS: either only one side speaks it (this one does with `ca`), or ca, cert or key do not fit: "
+                + words)
+    return " does not answer: it is not running there, or still starting; tandem status --wait=60s waits for it"
+
+
 def user_name_of(login, uid):
     """What a user within the node is called: "ada"; "uid-1000" where the login is none that a server takes, as "svc$" or ""."""
     return login if re.fullmatch("[A-Za-z0-9._@-]{1,64}", login) else f"uid-{uid}"
@@ -71,7 +108,7 @@ def user_name_of(login, uid):
 def resolve(context="", token="", environment=os.environ, **given):
     """A Connection. What is given (paths, addresses, the token) goes before the environment (TANDEM_TRAINER, _CA, _CERT, _KEY, _TOKEN_FILE, and _TOKEN, the token
     itself), that before the context of the configuration file (TANDEM_CONFIG, else ~/.config/tandem/config.json), that before
-    127.0.0.1:7070. The context "none" is that of no file. Raises TandemError."""
+    127.0.0.1:7070. The context "none" is that of no file. An address is HOST:PORT or unix:PATH. Raises TandemError."""
     unknown = sorted(set(given) - set(FIELDS))
     if unknown:
         raise TypeError(f"tandem.Client has no setting '{unknown[0]}'; there are context, token, {', '.join(FIELDS)}")
@@ -86,9 +123,15 @@ def resolve(context="", token="", environment=os.environ, **given):
         if is_named or os.path.exists(path):
             settings = _read_context(path, context)
     for name in FIELDS:
-        value = given.get(name) or environment.get("TANDEM_" + name.upper())
-        if value:
-            settings[name] = os.fspath(value)
+        setting, value = name, given.get(name)
+        if not value:
+            setting = "TANDEM_" + name.upper()
+            value = environment.get(setting)
+        if not value:
+            continue
+        settings[name] = os.fspath(value)
+        if name not in PATHS:
+            check_address(settings[name], setting)
     if not token and not given.get("token_file"):
         token = environment.get("TANDEM_TOKEN", "")
     return _read_files(settings, token)
@@ -154,5 +197,7 @@ def _read_context(path, name):
     for key, value in contexts[name].items():
         if key not in FIELDS or not isinstance(value, str) or not value:
             raise fault(f"context '{name}': '{key}' is none of {', '.join(FIELDS)} with a text")
+        if key not in PATHS:
+            check_address(value, f"{path}: context '{name}': {key}")
     folder = os.path.dirname(path)
     return {key: os.path.join(folder, value) if key in PATHS else value for key, value in contexts[name].items()}

@@ -49,6 +49,11 @@ def enum_number(enum, word, prefix):
     return numbers[word.lower()]
 
 
+def enum_values(enum):
+    """The names of the values that say something, of an enumeration by its full name ("tandem.v1.LossPreset")."""
+    return [value.name for value in _pool.FindEnumTypeByName(enum).values if value.number]
+
+
 def method(service, name):
     """Path, request class, response class of an RPC."""
     found = _pool.FindServiceByName(_PACKAGE + service).methods_by_name[name]
