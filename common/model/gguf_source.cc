@@ -3,12 +3,12 @@
 #include <cmath>
 #include <filesystem>
 #include <limits>
-#include <numbers>
 #include <optional>
 #include <utility>
 
 #include "common/model/file_model_source.h"
 #include "common/model/gguf.h"
+#include "common/model/rope_scaling.h"
 
 namespace tandem {
 namespace {
@@ -41,16 +41,10 @@ class ArchitectureValues {
   const std::string architecture_;
 };
 
-// By how much llama3 scaling divides the frequency of rotary pair `pair` (Llama 3.1 report; transformers,
-// modeling_rope_utils.py).
+// By how much llama3 scaling divides the frequency of rotary pair `pair`.
 double RopeDivisor(const ModelConfig& config, const RopeScaling& scaling, int pair) {
   const double frequency = std::pow(config.rope_theta, -2.0 * pair / config.head_dim);
-  const double wave_length = 2 * std::numbers::pi / frequency;
-  if (wave_length < scaling.original_max_positions / scaling.high_freq_factor) return 1;
-  if (wave_length > scaling.original_max_positions / scaling.low_freq_factor) return scaling.factor;
-  const double smooth = (scaling.original_max_positions / wave_length - scaling.low_freq_factor) /
-                        (scaling.high_freq_factor - scaling.low_freq_factor);
-  return 1 / ((1 - smooth) / scaling.factor + smooth);
+  return frequency / ScaledRopeFrequency(frequency, scaling);
 }
 
 // The converter writes llama3 scaling as the divisors that it gives. Llama 3.1 to 3.3 differ in `factor` alone, which is the

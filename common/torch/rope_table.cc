@@ -2,27 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numbers>
+
+#include "common/model/rope_scaling.h"
 
 namespace tandem {
-namespace {
-
-// Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended.
-double Scaled(double frequency, const RopeScaling& scaling) {
-  const double wavelength = 2 * std::numbers::pi / frequency, original = scaling.original_max_positions;
-  if (wavelength < original / scaling.high_freq_factor) return frequency;
-  if (wavelength > original / scaling.low_freq_factor) return frequency / scaling.factor;
-  const double smooth = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor);
-  return (1 - smooth) * frequency / scaling.factor + smooth * frequency;
-}
-
-}  // namespace
 
 std::vector<double> RopeFrequencies(const ModelConfig& config) {
   std::vector<double> frequencies;
   for (std::int64_t i = 0; i < config.head_dim / 2; ++i) {
     const double frequency = std::pow(config.rope_theta, -2.0 * static_cast<double>(i) / config.head_dim);
-    frequencies.push_back(config.rope_scaling.has_value() ? Scaled(frequency, *config.rope_scaling) : frequency);
+    frequencies.push_back(config.rope_scaling.has_value() ? ScaledRopeFrequency(frequency, *config.rope_scaling) : frequency);
   }
   return frequencies;
 }

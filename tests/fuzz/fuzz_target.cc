@@ -40,6 +40,7 @@ std::span<const NamedTarget> AllTargets() {
       {"tokenizer_json", TokenizerJsonTarget},
       {"tokens_file", TokensFileTarget},
       {"trl_config", TrlConfigTarget},
+      {"worker_answer", WorkerAnswerTarget},
   });
   return kTargets;
 }

@@ -44,6 +44,7 @@ FuzzTarget PatternTarget();
 FuzzTarget JsonSchemaTarget();
 FuzzTarget MathValueTarget();
 FuzzTarget RewardFunctionTarget();
+FuzzTarget WorkerAnswerTarget();
 
 FuzzTarget ClientConfigTarget();
 FuzzTarget JobFileTarget();

@@ -1,4 +1,6 @@
 // What reward functions read: patterns, schemas, mathematics, rows and completions.
+#include <cmath>
+
 #include "common/base/check.h"
 #include "google/protobuf/text_format.h"
 #include "nlohmann/json.hpp"
@@ -8,6 +10,7 @@
 #include "trainer_server/reward/json_schema.h"
 #include "trainer_server/reward/math_value.h"
 #include "trainer_server/reward/number_text.h"
+#include "trainer_server/reward/python_worker.h"
 #include "trainer_server/reward/reward.h"
 
 namespace tandem::fuzz {
@@ -143,6 +146,22 @@ FuzzTarget RewardFunctionTarget() {
     target.words.push_back(word);
   }
   return target;
+}
+
+FuzzTarget WorkerAnswerTarget() {
+  const auto read = [](const std::string& input) {
+    const auto answer = ReadAnswer(input, 3);
+    if (!answer.ok()) return;
+    TANDEM_CHECK(answer->values.size() == 3, answer->values.size());
+    for (const auto& value : answer->values) TANDEM_CHECK(!value.has_value() || std::isfinite(*value), input);
+    for (const auto& [completion, fault] : answer->faults) {
+      TANDEM_CHECK(completion < 3 && !answer->values[completion].has_value(), input);
+    }
+  };
+  return {.read = read,
+          .seeds = {R"({"values": [1, null, -0.5], "faults": {}})", R"({"values": [0, 1, 2], "faults": {"1": "no number"}})",
+                    R"({"error": "ValueError: no such column"})", R"({})"},
+          .words = {"\"values\"", "\"faults\"", "\"error\"", "null", "1e999", "-0.0", "18446744073709551615", "\\ud800", "true"}};
 }
 
 }  // namespace tandem::fuzz

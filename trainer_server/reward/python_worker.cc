@@ -7,6 +7,7 @@
 #include "absl/time/clock.h"
 #include "common/base/clock.h"
 #include "common/base/log.h"
+#include "common/base/printable.h"
 #include "common/base/units.h"
 #include "trainer_server/reward/embedded_python.h"
 #include "trainer_server/reward/json_schema.h"
@@ -73,10 +74,18 @@ std::string CallFrames(const PythonCall& call, const RewardCall& around) {
 
 absl::Status Lost(const std::string& text) { return absl::UnavailableError(text); }
 
-// What was answered, as values. A worker runs foreign code: everything is checked.
-absl::StatusOr<PythonAnswer> ReadAnswer(const nlohmann::json& reply, std::size_t num_completions) {
+absl::StatusOr<nlohmann::json> ParseFrame(std::string_view frame) {
+  nlohmann::json message = ParseJson(frame);
+  if (!message.is_object()) return Lost("its worker answered what is no JSON object");
+  return message;
+}
+
+}  // namespace
+
+absl::StatusOr<PythonAnswer> ReadAnswer(std::string_view frame, std::size_t num_completions) {
+  TANDEM_ASSIGN_OR_RETURN(const nlohmann::json reply, ParseFrame(frame));
   if (reply.contains("error") && reply["error"].is_string()) {
-    return absl::AbortedError(reply["error"].get<std::string>().substr(0, kMaxFaultBytes));
+    return absl::AbortedError(Shorten(reply["error"].get<std::string>(), kMaxFaultBytes));
   }
   const auto values = reply.find("values"), faults = reply.find("faults");
   if (values == reply.end() || !values->is_array() || values->size() != num_completions || faults == reply.end() ||
@@ -94,12 +103,10 @@ absl::StatusOr<PythonAnswer> ReadAnswer(const nlohmann::json& reply, std::size_t
     const auto fault = faults->find(absl::StrCat(i));
     if (fault == faults->end() || !fault->is_string()) continue;
     answer.values[i].reset();
-    answer.faults[i] = fault->get<std::string>().substr(0, kMaxFaultBytes);
+    answer.faults[i] = Shorten(fault->get<std::string>(), kMaxFaultBytes);
   }
   return answer;
 }
-
-}  // namespace
 
 class PythonWorkerPool::Worker {
  public:
@@ -107,8 +114,9 @@ class PythonWorkerPool::Worker {
       : process_(std::move(process)), memory_bytes_(memory_bytes) {}
 
   bool is_alive() const { return process_->is_alive(); }
-  // Sends frames and returns the one that comes back. Errors: UNAVAILABLE (the worker is of no use any more), CANCELLED.
-  absl::StatusOr<nlohmann::json> Exchange(const std::string& frames, absl::Duration limit, const RewardCall& around) {
+  // Sends frames and returns the one that comes back, without its size. Errors: UNAVAILABLE (the worker is of no use any more),
+  // CANCELLED.
+  absl::StatusOr<std::string> Exchange(const std::string& frames, absl::Duration limit, const RewardCall& around) {
     std::string output;
     const auto is_whole = [](std::string_view text) {
       return text.size() >= 4 && (FrameSize(text) > kMaxFrameBytes || text.size() >= 4 + FrameSize(text));
@@ -134,9 +142,7 @@ class PythonWorkerPool::Worker {
         return Lost(WhyItEnded());
     }
     if (output.size() != 4 + FrameSize(output)) return Lost("its worker answered what is no frame");
-    nlohmann::json reply = ParseJson(std::string_view(output).substr(4));
-    if (!reply.is_object()) return Lost("its worker answered what is no JSON object");
-    return reply;
+    return output.substr(4);
   }
 
  private:
@@ -170,11 +176,12 @@ absl::StatusOr<std::unique_ptr<PythonWorkerPool::Worker>> PythonWorkerPool::Star
   auto worker = std::make_unique<Worker>(std::move(process), options_.memory_bytes);
   std::string frames;
   AppendFrame({{"file", kRewardFolder + options_.file_name}, {"functions", functions_}}, &frames);
-  const absl::StatusOr<nlohmann::json> reply = worker->Exchange(frames, kImportLimit, around);
+  const absl::StatusOr<std::string> frame = worker->Exchange(frames, kImportLimit, around);
+  const absl::StatusOr<nlohmann::json> reply = frame.ok() ? ParseFrame(*frame) : frame.status();
   if (!reply.ok()) return Annotate(reply.status(), absl::StrCat("importing ", options_.file_name));
   if (reply->contains("error")) {
     const nlohmann::json& error = (*reply)["error"];
-    return absl::InvalidArgumentError(error.is_string() ? error.get<std::string>().substr(0, kMaxFaultBytes)
+    return absl::InvalidArgumentError(error.is_string() ? Shorten(error.get<std::string>(), kMaxFaultBytes)
                                                         : "the worker answered what is no answer");
   }
   return worker;
@@ -223,8 +230,8 @@ absl::StatusOr<PythonAnswer> PythonWorkerPool::Call(const PythonCall& call, cons
   absl::Status lost;
   for (int attempt = 0; attempt < call.max_attempts; ++attempt) {
     absl::StatusOr<std::unique_ptr<Worker>> worker = Take(around);
-    absl::StatusOr<nlohmann::json> reply = worker.ok() ? (*worker)->Exchange(frames, call.time_limit, around) : worker.status();
-    absl::StatusOr<PythonAnswer> answer = reply.ok() ? ReadAnswer(*reply, call.completions.size()) : reply.status();
+    absl::StatusOr<std::string> frame = worker.ok() ? (*worker)->Exchange(frames, call.time_limit, around) : worker.status();
+    absl::StatusOr<PythonAnswer> answer = frame.ok() ? ReadAnswer(*frame, call.completions.size()) : frame.status();
     MutexLock lock(&mutex_);
     if (!absl::IsUnavailable(answer.status()) && !absl::IsResourceExhausted(answer.status())) {
       losses_in_a_row_ = 0;

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -32,6 +33,10 @@ struct PythonAnswer {
   RewardColumn values;
   std::map<std::size_t, std::string> faults;  // why a completion has none
 };
+
+// A worker's frame, which foreign code may have written, without its size. Errors: ABORTED (the function's own exception),
+// UNAVAILABLE (it is no answer to `num_completions`).
+absl::StatusOr<PythonAnswer> ReadAnswer(std::string_view frame, std::size_t num_completions);
 
 class PythonWorkerPool {
  public:
