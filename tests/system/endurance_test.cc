@@ -185,7 +185,7 @@ TEST(EnduranceTest, SwitchesAtAFilledPoolAllocateNothing) {
   const int num_rounds = TestDevice() == Device::kCuda ? 5 : 2;
   for (int round = 0; round < num_rounds; ++round) {  // the first warms up
     GenerateResult streams;
-    std::thread caller([&] {
+    std::jthread caller([&] {
       streams = GenerateText(pair->Rollout().get(), absl::StrCat("round ", round), Sampling(kTokens, round), kMembers, "",
                              absl::Minutes(4));
     });
@@ -269,7 +269,7 @@ TEST(EnduranceTest, TenThousandLongRequestsAreFinishedOrRefused) {
   anonymous.Add(AnonymousBytes(pair->pid(Half::kRollout)));
 
   std::vector<Flood> floods(kStreams), late(kLate);
-  std::vector<std::thread> callers;
+  std::vector<std::jthread> callers;
   for (std::uint32_t i = 0; i < kStreams; ++i) {
     callers.emplace_back([&, i] {
       floods[i] = Send(pair->Rollout().get(), kGroups, 1,
@@ -291,7 +291,7 @@ TEST(EnduranceTest, TenThousandLongRequestsAreFinishedOrRefused) {
     callers.emplace_back([&, i] { late[i] = Send(pair->Rollout().get(), 1, 1, "late", kTokens); });
 
   std::atomic<bool> is_over = false;
-  std::thread sampler([&] {
+  std::jthread sampler([&] {
     while (!is_over) {
       most_waiting = std::max(most_waiting, StatusOf(*pair).waiting_sequences());
       anonymous.Add(AnonymousBytes(pair->pid(Half::kRollout)));
@@ -299,7 +299,7 @@ TEST(EnduranceTest, TenThousandLongRequestsAreFinishedOrRefused) {
       absl::SleepFor(absl::Milliseconds(20));
     }
   });
-  for (std::thread& caller : callers) caller.join();
+  for (std::jthread& caller : callers) caller.join();
   is_over = true;
   sampler.join();
 

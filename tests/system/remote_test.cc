@@ -149,7 +149,7 @@ TEST_F(RemoteTest, AnUploadGoesOnAfterTheTrainerWasKilled) {
   std::ofstream(laptop() + "/rows.jsonl") << rows;
   const std::string content = pair_->data_dir(Half::kTrainer) + "/content";
   ShellOutput submitted;
-  std::thread client([&] { submitted = There(Tandem() + "submit " + JobFile()); });
+  std::jthread client([&] { submitted = There(Tandem() + "submit " + JobFile()); });
   EXPECT_TRUE(WaitUntil(absl::Seconds(30), [&] { return PartialBytes(content) >= (8 << 20); }));
   pair_->Kill(Half::kTrainer);
   const std::uintmax_t partial_bytes = PartialBytes(content);
@@ -207,16 +207,16 @@ TEST_F(RemoteTest, AConnectionThatBreaksWithoutAWordIsFoundByBothEndsAndWorkGoes
   const std::uint64_t descriptors = NumDescriptors(trainer), threads = NumThreads(trainer);
 
   ShellOutput watched, uploaded, waited;
-  std::thread watcher([&] { watched = There(Tandem() + "watch " + job); });
-  std::thread waiter([&] { waited = There(Tandem() + "watch " + queued); });
-  std::thread dying(
+  std::jthread watcher([&] { watched = There(Tandem() + "watch " + job); });
+  std::jthread waiter([&] { waited = There(Tandem() + "watch " + queued); });
+  std::jthread dying(
       [&] { There(absl::StrCat("timeout --signal=KILL ", absl::ToInt64Seconds(silence) + 8, " ", Tandem(), "watch ", job)); });
   ASSERT_TRUE(WaitUntil(absl::Seconds(10), [&] { return NumDescriptors(trainer) >= descriptors + 3; }));
   absl::SleepFor(silence);
   const std::string rows = Rows(32 << 20), content = pair_->data_dir(Half::kTrainer) + "/content";
   std::ofstream(laptop() + "/rows.jsonl") << rows;
   link_->Set({.loss = 0, .delay = {}, .bytes_per_second = 8e6, .is_cut = false});
-  std::thread uploader([&] { uploaded = There(Tandem() + "submit " + JobFile()); });
+  std::jthread uploader([&] { uploaded = There(Tandem() + "submit " + JobFile()); });
   EXPECT_TRUE(WaitUntil(absl::Seconds(30), [&] { return PartialBytes(content) >= (4 << 20); }));
 
   link_->Set({.loss = 0, .delay = {}, .bytes_per_second = 0, .is_cut = true});

@@ -174,19 +174,19 @@ TEST(ServingTest, StreamsSurvivePhaseSwitchesAndPublishes) {
   const auto job = pair->Submit(TinyJob(12, 5), TinyRows(16));
   ASSERT_TRUE(job.ok()) << job.status();
   std::vector<GenerateResult> busy(8);
-  std::vector<std::thread> callers;
+  std::vector<std::jthread> callers;
   for (std::uint64_t seed = 0; seed < 8; ++seed) {
     callers.emplace_back(
         [&, seed] { busy[seed] = GenerateText(pair->Rollout().get(), absl::StrCat("prompt ", seed), Sampling(200, seed), 1); });
   }
   // One more, given up in the middle.
-  std::thread cancelled([&] {
+  std::jthread cancelled([&] {
     const GenerateResult result =
         GenerateText(pair->Rollout().get(), "given up", Sampling(900, 99), 1, "", absl::Milliseconds(40));
     EXPECT_FALSE(result.status.ok());
   });
   cancelled.join();
-  for (std::thread& caller : callers) caller.join();
+  for (std::jthread& caller : callers) caller.join();
   int num_equal = 0;
   std::size_t shortest = 200;
   const float tolerance = TestDevice() == Device::kCpu ? 1e-4f : 0.05f;
