@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 #include <csignal>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <limits>
@@ -72,6 +73,7 @@ absl::Status Follow(const Connection& connection, const std::string& job, const 
   std::uint32_t next_step = 0, num_steps = 0;
   std::optional<std::uint32_t> evaluated_step;  // its evaluation is told again where the stream is taken up
   MonotonicTime broken = MonotonicTime::Now();
+  bool is_told = false;  // of the break
   while (true) {
     auto trainer = connection.Trainer();
     grpc::ClientContext context;
@@ -107,7 +109,7 @@ absl::Status Follow(const Connection& connection, const std::string& job, const 
       }
     }
     const absl::Status status = CallStatus(reader->Finish(), "trainer_server", connection.trainer_address);
-    if (is_answered) broken = MonotonicTime::Now();
+    if (is_answered) broken = MonotonicTime::Now(), is_told = false;
     if (HasEnded(last.state())) {
       if (last.state() == v1::JOB_STATE_SUCCEEDED) return absl::OkStatus();
       return absl::AbortedError(
@@ -117,6 +119,9 @@ absl::Status Follow(const Connection& connection, const std::string& job, const 
     if (!status.ok() && !absl::IsUnavailable(status) && !absl::IsCancelled(status)) return status;
     if (MonotonicTime::Now() - broken > kPatience)
       return Annotate(status, absl::StrCat("no word of job ", job, " for 10 minutes"));
+    if (!is_told && !status.ok())
+      std::fprintf(stderr, "tandem: %s; tried again for 10 minutes\n", std::string(status.message()).c_str());
+    is_told = !status.ok();
     absl::SleepFor(absl::Milliseconds(500));
   }
 }

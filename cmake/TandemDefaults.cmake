@@ -35,6 +35,9 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL Clang)
   add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fopenmp=libgomp>)
 endif()
 
+# What is told of a source, as where --help says whose flags are whose, is its path in the project.
+add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fmacro-prefix-map=${CMAKE_SOURCE_DIR}/=>)
+
 # The project's own targets link this; third-party code does not.
 add_library(tandem_warnings INTERFACE)
 target_compile_options(tandem_warnings INTERFACE

@@ -246,6 +246,7 @@ TEST_F(RemoteTest, AConnectionThatBreaksWithoutAWordIsFoundByBothEndsAndWorkGoes
   std::vector<int> all(pair_->GetJob(job).value_or(v1::JobStatus()).step());
   std::iota(all.begin(), all.end(), 1);
   EXPECT_EQ(steps, all);
+  EXPECT_THAT(watched.text, HasSubstr("; tried again for 10 minutes"));
   EXPECT_THAT(watched.text, HasSubstr("JOB_STATE_CANCELLED"));
   EXPECT_TRUE(WaitUntil(limit, [&] { return NumDescriptors(trainer) <= descriptors + 1 && NumThreads(trainer) <= threads + 4; }))
       << NumDescriptors(trainer) << " descriptors and " << NumThreads(trainer) << " threads; before " << descriptors << " and "
