@@ -26,6 +26,7 @@ using Lines = std::vector<std::string>;
 
 constexpr std::size_t kMaxTextBytes = 1 << 20;
 constexpr std::size_t kMaxNodes = 10000;  // aliases may repeat a small file without end
+constexpr int kMaxDepth = 64;
 
 // yaml-cpp makes \N and \_ single bytes, which are no UTF-8.
 std::string TextOf(const YAML::Node& node) { return ReplaceIllFormed(node.Scalar()); }
@@ -44,7 +45,9 @@ Json ScalarToJson(const YAML::Node& node) {
   return text;
 }
 
-absl::StatusOr<Json> ToJson(const YAML::Node& node, std::size_t* num_nodes) {
+// `depth`: of the node, whose alias may stand within itself.
+absl::StatusOr<Json> ToJson(const YAML::Node& node, int depth, std::size_t* num_nodes) {
+  if (depth > kMaxDepth) return absl::InvalidArgumentError(absl::StrCat("the configuration nests deeper than ", kMaxDepth));
   if (++*num_nodes > kMaxNodes) {
     return absl::InvalidArgumentError(absl::StrCat("the configuration has more than ", kMaxNodes, " values"));
   }
@@ -52,14 +55,16 @@ absl::StatusOr<Json> ToJson(const YAML::Node& node, std::size_t* num_nodes) {
   if (node.IsSequence()) {
     Json array = Json::array();
     for (const YAML::Node& item : node) {
-      TANDEM_ASSIGN_OR_RETURN(Json value, ToJson(item, num_nodes));
+      TANDEM_ASSIGN_OR_RETURN(Json value, ToJson(item, depth + 1, num_nodes));
       array.push_back(std::move(value));
     }
     return array;
   }
   if (node.IsMap()) {
     Json object = Json::object();
-    for (const auto& item : node) { TANDEM_ASSIGN_OR_RETURN(object[TextOf(item.first)], ToJson(item.second, num_nodes)); }
+    for (const auto& item : node) {
+      TANDEM_ASSIGN_OR_RETURN(object[TextOf(item.first)], ToJson(item.second, depth + 1, num_nodes));
+    }
     return object;
   }
   return Json(nullptr);
@@ -75,7 +80,7 @@ absl::StatusOr<Json> Parse(const std::string& text) {
   }
   try {
     std::size_t num_nodes = 0;
-    TANDEM_ASSIGN_OR_RETURN(Json options, ToJson(YAML::Load(text), &num_nodes));
+    TANDEM_ASSIGN_OR_RETURN(Json options, ToJson(YAML::Load(text), /*depth=*/0, &num_nodes));
     if (!options.is_object()) return absl::InvalidArgumentError("the configuration is not a mapping of options to values");
     return options;
   } catch (const YAML::Exception& error) {

@@ -245,6 +245,7 @@ TEST(TrlConfigTest, TextThatIsNoConfigurationIsRefused) {
                                     {"a: [1", "neither JSON nor YAML"},
                                     {"just words", "not a mapping"},
                                     {"a: M\xfcller", "not UTF-8, from byte 4 on"},
+                                    {"a: &x {b: [*x]}", "nests deeper than 64"},
                                     {std::string((1 << 20) + 1, ' '), "the limit is 1048576"}}) {
     const auto imported = ImportTrlConfig(text, "case");
     ASSERT_TRUE(absl::IsInvalidArgument(imported.status())) << text.substr(0, 20);
