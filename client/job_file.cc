@@ -86,7 +86,7 @@ absl::Status MergeText(const std::string& text, const std::string& source, v1::J
 // `field` names it in errors.
 absl::StatusOr<std::string> HashFile(const std::string& field, const std::string& path) {
   std::error_code error;
-  std::filesystem::file_size(path, error);  // a folder has none
+  (void)std::filesystem::file_size(path, error);  // a folder has none
   std::ifstream file;
   if (!error) file.open(path, std::ios::binary);
   if (!error && !file) error = std::error_code(errno, std::generic_category());
