@@ -1,5 +1,6 @@
 #include "rollout_server/request/batch_reader.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace tandem {
@@ -161,6 +162,12 @@ absl::Status BatchReader::CloseGroup() {
       return absl::InvalidArgumentError(absl::StrCat(context, ": no prompt was sent"));
   }
   if (ids_.empty()) return absl::InvalidArgumentError(absl::StrCat(context, ": the prompt has no tokens; at least 1 is needed"));
+  // A tokenizer may know more tokens than the model has rows for.
+  if (const std::uint32_t largest = *std::ranges::max_element(ids_); largest >= static_cast<std::uint32_t>(limits_.vocab_size)) {
+    return absl::InvalidArgumentError(absl::StrCat(context, ": the tokenizer makes token ", largest, " of the prompt's ",
+                                                   group.prompt_kind, ", which is not below the vocabulary's ",
+                                                   limits_.vocab_size));
+  }
   TANDEM_RETURN_IF_ERROR(Annotate(CheckLength(ids_.size(), group.sampling.max_tokens, limits_), context));
   num_prompt_tokens_ += ids_.size();
   if (num_prompt_tokens_ > kMaxBatchPromptTokens) {

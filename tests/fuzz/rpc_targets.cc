@@ -20,7 +20,7 @@
 namespace tandem::fuzz {
 namespace {
 
-constexpr int kVocabSize = 40;
+constexpr int kVocabSize = 256;                             // of bytes
 constexpr absl::Duration kCallTimeout = absl::Seconds(20);  // of calls that take milliseconds
 constexpr char kSomeJob[] = "job";                          // in an input: the one that is there
 

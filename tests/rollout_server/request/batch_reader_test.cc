@@ -1,5 +1,6 @@
 #include "rollout_server/request/batch_reader.h"
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 
@@ -11,7 +12,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Text gives one token 1 a byte; a chat gives one token 2 a message, and one more for each byte of template arguments.
+// Text gives one token 1 a byte, but 100, which the vocabulary lacks, for Z; a chat gives one token 2 a message, and one more for
+// each byte of template arguments.
 class FakeEncoder final : public PromptEncoder {
  public:
   absl::StatusOr<std::string> Render(const std::vector<ChatMessage>& /*messages*/,
@@ -27,7 +29,11 @@ class FakeEncoder final : public PromptEncoder {
                                                                    const ChatOptions& /*options*/) const override {
     return absl::UnimplementedError("not needed here");
   }
-  std::vector<TokenId> EncodeText(std::string_view text) const override { return std::vector<TokenId>(text.size(), 1); }
+  std::vector<TokenId> EncodeText(std::string_view text) const override {
+    std::vector<TokenId> ids(text.size(), 1);
+    std::ranges::transform(text, ids.begin(), [](char c) { return c == 'Z' ? TokenId{100} : TokenId{1}; });
+    return ids;
+  }
 };
 
 constexpr RequestLimits kLimits = {.vocab_size = 100, .max_positions = 2000, .pool_tokens = 800, .max_sequences = 50};
@@ -188,6 +194,7 @@ TEST(BatchReaderTest, RefusesPiecesOutOfOrder) {
   ExpectRefused({Header(), Group(), Ids({1}), Text("a")}, kBad, {"two kinds", "token_ids", "text"});
   ExpectRefused({Header(), Group(), Ids({}), RunPiece()}, kBad, {"no tokens"});
   ExpectRefused({Header(), Group(), Ids({1, 100})}, kBad, {"prompt token 1", "100"});
+  ExpectRefused({Header(), Group(), Text("aZa"), RunPiece()}, kBad, {"group 0", "makes token 100 of the prompt's text", "100"});
   ExpectRefused({Header(), Group(), Ids({1}), Group()}, kBad, {"beyond", "1"});
   ExpectRefused({Header(), Group(), Ids({1}), RunPiece(), RunPiece()}, kBad, {"after `run`"});
   ExpectRefused({v1::GenerateRequest()}, kBad, {"header"});
