@@ -117,7 +117,9 @@ def main():
         differences = [s[key] for s in steps if (key := "sampling/sampling_logp_difference/mean") in s]  # a step that skips all has none
         times = {stage: round(sum(step["times"].get(stage, 0) for step in steps), 2) for stage in steps[-1]["times"]}
         print(json.dumps({
-            "weights": args.weights, "seed": args.seed, "rank": args.rank, "bounds": args.bounds, "learning_rate": args.learning_rate, "seconds": round(seconds, 1), "peak_mib_after_step_3_and_at_last": [peaks[0], peaks[-1]],
+            "weights": args.weights, "seed": args.seed, "rank": args.rank, "bounds": args.bounds, "operations": args.operations,
+            "learning_rate": args.learning_rate, "schedule": args.schedule, "seconds": round(seconds, 1),
+            "peak_mib_after_step_3_and_at_last": [peaks[0], peaks[-1]],
             "held_out": [[line["step"], round(line["reward"], 4), round(line["rewards/correct/mean"], 4)]
                          for line in lines if line["kind"] == "evaluation"],
             "reward": [round(step["reward"], 4) for step in steps],

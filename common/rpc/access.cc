@@ -10,8 +10,10 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -231,6 +233,12 @@ const RpcAccess* FindRpcAccess(std::string_view method) {
   return found == kRpcAccess.end() ? nullptr : &*found;
 }
 
+std::string FileVersion(const std::string& path) {
+  struct stat found {};
+  if (::stat(path.c_str(), &found) != 0) return absl::StrCat("errno ", errno);
+  return absl::StrCat(found.st_ino, " ", found.st_ctim.tv_sec, ".", found.st_ctim.tv_nsec);
+}
+
 absl::Status LoadTlsFiles(const AccessOptions& options, ssl_ctx_st* context) {
   SSL_CTX_set_default_passwd_cb(context, [](char*, int, int, void*) { return 0; });  // never asks at the terminal
   ERR_clear_error();
@@ -304,16 +312,14 @@ absl::StatusOr<std::unique_ptr<TokensFile>> TokensFile::Open(const std::string& 
 
 absl::Status TokensFile::Read() {
   looked_ = MonotonicTime::Now();
-  struct stat found {};
-  const std::string version = ::stat(path_.c_str(), &found) != 0
-                                  ? absl::StrCat("errno ", errno)
-                                  : absl::StrCat(found.st_ino, " ", found.st_ctim.tv_sec, ".", found.st_ctim.tv_nsec);
+  const std::string version = FileVersion(path_);
   if (version == version_) return absl::OkStatus();
   version_ = version;
   TANDEM_RETURN_IF_ERROR(PrivateFile("tokens_file", path_));
-  if (static_cast<std::uintmax_t>(found.st_size) > kMaxTokensBytes)
+  std::error_code error;
+  if (const std::uintmax_t size_bytes = std::filesystem::file_size(path_, error); !error && size_bytes > kMaxTokensBytes)
     return absl::InvalidArgumentError(
-        absl::StrCat("--tokens_file=", path_, " has ", found.st_size, " bytes; the limit is ", kMaxTokensBytes));
+        absl::StrCat("--tokens_file=", path_, " has ", size_bytes, " bytes; the limit is ", kMaxTokensBytes));
   std::ifstream file(path_, std::ios::binary);
   const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   if (!file) return absl::PermissionDeniedError(absl::StrCat("--tokens_file=", path_, " cannot be read"));

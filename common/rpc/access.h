@@ -53,6 +53,9 @@ struct AccessOptions {
 };
 inline constexpr int kReloadSeconds = 1;
 
+// Another text whenever the file, its owner or its mode may have changed; equal while it is absent.
+std::string FileVersion(const std::string& path);
+
 // The TLS files of `options` into a context of OpenSSL (an SSL_CTX). Errors: INVALID_ARGUMENT (an expired certificate too),
 // NOT_FOUND, PERMISSION_DENIED naming flag and file.
 absl::Status LoadTlsFiles(const AccessOptions& options, ssl_ctx_st* context);

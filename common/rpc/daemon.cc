@@ -1,6 +1,5 @@
 #include "common/rpc/daemon.h"
 
-#include <fcntl.h>
 #include <malloc.h>
 #include <signal.h>
 #include <sys/file.h>
@@ -8,12 +7,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <optional>
 #include <system_error>
 
 #include "absl/flags/flag.h"
@@ -25,8 +24,8 @@
 #include "absl/time/clock.h"
 #include "common/base/check.h"
 #include "common/base/clock.h"
+#include "common/base/file_lock.h"
 #include "common/base/log.h"
-#include "common/base/unique_fd.h"
 #include "common/base/units.h"
 #include "common/gpu/device_code.h"
 #include "common/rpc/channel.h"
@@ -172,22 +171,19 @@ void CheckAddressFlag(const char* name, const std::string& address, bool may_be_
 // Jobs are taken up by whoever finds them in the folder: one process at a time. One that was killed may take a while to end.
 void LockDataDir(const std::string& data_dir, const std::string& program) {
   const std::string path = absl::StrCat(data_dir, "/", program, ".lock");
-  static UniqueFd lock;  // for as long as the process lives
-  lock = UniqueFd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
-  if (!lock.is_open()) BadFlag(absl::StrCat("--data_dir=", data_dir, ": opening ", path, ": ", std::strerror(errno)));
-  const MonotonicTime deadline = MonotonicTime::Now() + kDataDirPatience;
-  while (::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
-    if (MonotonicTime::Now() < deadline) {
-      absl::SleepFor(absl::Milliseconds(20));
-      continue;
-    }
-    char holder[16] = {};
-    if (::pread(lock.get(), holder, sizeof holder - 1, 0) <= 0) holder[0] = '?';
+  static std::optional<FileLock> held;  // for as long as the process lives
+  for (const MonotonicTime deadline = MonotonicTime::Now() + kDataDirPatience;; absl::SleepFor(absl::Milliseconds(20))) {
+    absl::StatusOr<std::optional<FileLock>> lock = FileLock::TryTake(path, LOCK_EX);
+    if (!lock.ok()) BadFlag(absl::StrCat("--data_dir=", data_dir, ": ", lock.status().message()));
+    held = *std::move(lock);
+    if (held.has_value() || MonotonicTime::Now() > deadline) break;
+  }
+  if (!held.has_value()) {
+    std::string holder = "?";
+    std::ifstream(path) >> holder;
     BadFlag(absl::StrCat("--data_dir=", data_dir, " is in use by ", program, ", process ", holder, ": give each its own"));
   }
-  const std::string pid = absl::StrCat(::getpid());
-  if (::ftruncate(lock.get(), 0) != 0 || ::pwrite(lock.get(), pid.data(), pid.size(), 0) < 0)
-    TANDEM_LOG(kWarning, "daemon", "no process id in ", path, ": ", std::strerror(errno));
+  std::ofstream(path) << ::getpid();
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 #include "common/sharing/run_dir.h"
 
-#include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -35,10 +34,11 @@ absl::StatusOr<RunDir> RunDir::Open(const std::string& path) {
 }
 
 std::string RunDir::SocketPath(v1::Role role) const { return absl::StrCat(path_, "/", RoleName(role), ".sock"); }
+std::string RunDir::LockPath(v1::Role role) const { return absl::StrCat(path_, "/", RoleName(role), ".lock"); }
 
 absl::StatusOr<FileLock> RunDir::LockDecision(MonotonicTime deadline) const {
   for (;;) {
-    TANDEM_ASSIGN_OR_RETURN(std::optional<FileLock> lock, TryLock("pool.lock", LOCK_EX));
+    TANDEM_ASSIGN_OR_RETURN(std::optional<FileLock> lock, FileLock::TryTake(path_ + "/pool.lock", LOCK_EX));
     if (lock.has_value()) return std::move(*lock);
     if (MonotonicTime::Now() > deadline)
       return absl::DeadlineExceededError(absl::StrCat("another process holds '", path_, "/pool.lock' for too long"));
@@ -47,23 +47,12 @@ absl::StatusOr<FileLock> RunDir::LockDecision(MonotonicTime deadline) const {
 }
 
 absl::StatusOr<std::optional<FileLock>> RunDir::TryLockMembership(v1::Role role) const {
-  return TryLock(absl::StrCat(RoleName(role), ".lock"), LOCK_EX);
+  return FileLock::TryTake(LockPath(role), LOCK_EX);
 }
 
 absl::StatusOr<bool> RunDir::IsMember(v1::Role role) const {
-  TANDEM_ASSIGN_OR_RETURN(const std::optional<FileLock> lock, TryLock(absl::StrCat(RoleName(role), ".lock"), LOCK_SH));
+  TANDEM_ASSIGN_OR_RETURN(const std::optional<FileLock> lock, FileLock::TryTake(LockPath(role), LOCK_SH));
   return !lock.has_value();
-}
-
-absl::StatusOr<std::optional<FileLock>> RunDir::TryLock(const std::string& name, int operation) const {
-  const std::string file = absl::StrCat(path_, "/", name);
-  UniqueFd fd(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
-  if (!fd.is_open()) return absl::PermissionDeniedError(absl::StrCat("opening '", file, "': ", std::strerror(errno)));
-  int result;
-  do { result = ::flock(fd.get(), operation | LOCK_NB); } while (result != 0 && errno == EINTR);
-  if (result == 0) return std::optional<FileLock>(FileLock(std::move(fd)));
-  if (errno == EWOULDBLOCK) return std::optional<FileLock>();
-  return absl::InternalError(absl::StrCat("locking '", file, "': ", std::strerror(errno)));
 }
 
 }  // namespace tandem

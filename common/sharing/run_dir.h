@@ -1,5 +1,4 @@
-// The folder that a pair meets in: locks that the kernel frees when their holder dies, and the sockets. A file's presence means
-// nothing; only a held lock does.
+// The folder that a pair meets in: locks and the sockets.
 #pragma once
 
 #include <memory>
@@ -8,20 +7,11 @@
 
 #include "absl/time/time.h"
 #include "common/base/clock.h"
+#include "common/base/file_lock.h"
 #include "common/base/status.h"
-#include "common/base/unique_fd.h"
 #include "proto/types.pb.h"
 
 namespace tandem {
-
-// A held flock(2); given back when destroyed or when the process dies.
-class FileLock {
- public:
-  explicit FileLock(UniqueFd fd) : fd_(std::move(fd)) {}
-
- private:
-  UniqueFd fd_;
-};
 
 // Thread-safe.
 class RunDir {
@@ -42,7 +32,7 @@ class RunDir {
 
  private:
   explicit RunDir(std::string path) : path_(std::move(path)) {}
-  absl::StatusOr<std::optional<FileLock>> TryLock(const std::string& name, int operation) const;
+  std::string LockPath(v1::Role role) const;
 
   std::string path_;
 };

@@ -162,8 +162,9 @@ absl::Status BatchReader::CloseGroup() {
       return absl::InvalidArgumentError(absl::StrCat(context, ": no prompt was sent"));
   }
   if (ids_.empty()) return absl::InvalidArgumentError(absl::StrCat(context, ": the prompt has no tokens; at least 1 is needed"));
-  // A tokenizer may know more tokens than the model has rows for.
-  if (const std::uint32_t largest = *std::ranges::max_element(ids_); largest >= static_cast<std::uint32_t>(limits_.vocab_size)) {
+  // A tokenizer may know more tokens than the model has rows for; ids that were sent are checked piece by piece.
+  if (const std::uint32_t largest = kind_ == v1::PromptPiece::kTokenIds ? 0 : *std::ranges::max_element(ids_);
+      largest >= static_cast<std::uint32_t>(limits_.vocab_size)) {
     return absl::InvalidArgumentError(absl::StrCat(context, ": the tokenizer makes token ", largest, " of the prompt's ",
                                                    group.prompt_kind, ", which is not below the vocabulary's ",
                                                    limits_.vocab_size));

@@ -1,7 +1,6 @@
 #include "trainer_server/http/http_server.h"
 
 #include <openssl/ssl.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <boost/asio/ip/tcp.hpp>
@@ -64,11 +63,8 @@ class TlsFiles {
 
   std::string Version() const {
     std::string version;
-    for (const std::string& path : {options_.tls_cert, options_.tls_key, options_.tls_client_ca}) {
-      struct stat found {};
-      if (::stat(path.c_str(), &found) == 0)
-        absl::StrAppend(&version, found.st_ino, " ", found.st_ctim.tv_sec, ".", found.st_ctim.tv_nsec, "\n");
-    }
+    for (const std::string& path : {options_.tls_cert, options_.tls_key, options_.tls_client_ca})
+      absl::StrAppend(&version, FileVersion(path), "\n");
     return version;
   }
 
